@@ -31,8 +31,8 @@ class ExchangeStream:
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
-        self._stream: Any = None
-        self._ended: Any = None  # the event at the end of the last exchange
+        self._stream = self._module.Stream()
+        self._ended = self._stream.record_event()  # at the end of the last exchange
         self._backward: int | None = None  # the backward pass that waits for it at its end
 
     def run(self, call: Callable[[], None], tensors: Sequence[Tensor], may_wait: bool) -> None:
@@ -43,12 +43,9 @@ class ExchangeStream:
             after_backward(self._end)
             self._backward = number
         caller = self._module.current_stream()
-        if self._stream is None:
-            self._stream = self._module.Stream()
-        if self._ended is not None:
-            # FSDP2 frees a unit's buffers when its stream has passed this point, and backward
-            # waits for that stream one unit later: so at most two exchanges hold memory.
-            caller.wait_event(self._ended)
+        # FSDP2 frees a unit's buffers when its stream has passed this point, and backward waits for
+        # that stream one unit later: so at most two exchanges hold memory.
+        caller.wait_event(self._ended)
         self._stream.wait_stream(caller)
         with self._module.stream(self._stream):
             call()

@@ -17,7 +17,7 @@ from torchtitan_lr.hf.export import export_hf
 from torchtitan_lr.hf.llama_config import HF_CODE
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 
-GENERATING = ["cola", "lax_gated", "lanes"]
+GENERATING = ["lax_gated", "lanes"]
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +70,17 @@ def test_logits_loss_and_gradients_are_ours(exported, case):
 
 
 @pytest.mark.parametrize("case", GENERATING)
-def test_cached_steps_and_padded_batches_are_the_whole_sequence(exported, case):
+def test_cached_steps_are_the_whole_sequence(exported, case):
     ours, theirs, _ = exported(case)
     ids = tokens(ours.model_args, b=3, s=20)
     with torch.no_grad():
-        expected, cache, parts = ours(ids), None, []
+        cache, parts = None, []
         name = next(name for name in ("cache", "past_key_values") if name in theirs(ids))
         for piece in ids.split([7, 1, 4, 8], dim=1):  # a prompt, one token, a second turn
             out = theirs(piece, **{name: cache}, use_cache=True)
             cache = out[name]
             parts.append(out.logits)
-        assert error(torch.cat(parts, dim=1), expected) < 1e-12
-        rows, mask = padded(ids, [20, 13, 1])
-        logits = theirs(rows, attention_mask=mask).logits
-        for row, length in enumerate([20, 13, 1]):
-            alone = ours(ids[row : row + 1, 20 - length :])[0]
-            assert error(logits[row, 20 - length :], alone) < 1e-12
-        # The control: without the mask, padding is text.
-        assert error(theirs(rows).logits[1, 7:], ours(ids[1:2, 7:])[0]) > 1e-3
+        assert error(torch.cat(parts, dim=1), ours(ids)) < 1e-12
 
 
 @pytest.mark.parametrize("case", GENERATING)

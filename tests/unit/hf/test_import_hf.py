@@ -269,7 +269,8 @@ def test_there_and_back_everything_is_what_it_was(version, tmp_path):
     for number, file in enumerate([file for file in snapshot.rglob("*") if file.is_file()]):
         file.rename(blobs / str(number))
         file.symlink_to(blobs / str(number))
-    bring_in(snapshot, tmp_path / "in")
+    (tmp_path / "mine").symlink_to(snapshot)  # as is a folder of a user
+    bring_in(tmp_path / "mine", tmp_path / "in")
     assert Command("export").main([str(tmp_path / "in"), str(tmp_path / "out"), "--format=hf"]) == 0
     folders = (snapshot, tmp_path / "out")
     configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in folders]

@@ -13,7 +13,6 @@ import pytest
 from tests.commands import Command
 from tests.support.run_folders import rewrite_record, write_run
 from torchtitan_lr.commands.generate import _print
-from torchtitan_lr.config.files import file_within
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
@@ -273,24 +272,6 @@ def test_a_tokenizer_that_panics_is_refused_in_one_line(dense, capsys):
     status, _, told = generate.ask(capsys, dense, "--prompt", "a")
     assert status == 2 and told.startswith("error: model.hf_assets_path: got")
     assert told.count("\n") == 1
-
-
-def test_the_cache_of_the_hub_is_a_folder_of_links(dense, tmp_path, capsys):
-    """As is a folder of a user that is a link itself."""
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    blobs = tmp_path / "models--a--b" / "blobs"
-    dense.rename(blobs)
-    for file in blobs.iterdir():
-        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    (tmp_path / "mine").symlink_to(snapshot)
-    for number, folder in enumerate((snapshot, tmp_path / "mine")):
-        out = tmp_path / f"out{number}"
-        assert Command("import").ask(capsys, folder, out)[0] == 0
-        assert (out / "tokenizer" / "tokenizer.json").is_file()
-    (snapshot / "step-1").mkdir()  # a checkpoint in a repository
-    (snapshot / "step-1" / "a").symlink_to("../../../blobs/config.json")
-    assert file_within(snapshot / "step-1", "a") == blobs / "config.json"
 
 
 def test_generated_text_reaches_no_terminal_with_controls(capsys):
