@@ -61,9 +61,8 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.compat.fake import fake_process_group
-from torchtitan_lr.compression.codecs import complete
-from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
+from torchtitan_lr.compression.compressor import Compressor
+from torchtitan_lr.compression.settings import CODECS, LEVELS
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
@@ -355,9 +354,9 @@ def codec(device: str, small: bool) -> Iterator[Row]:
     c, theta = LEVELS["10x"]
     try:
         for name in ("sketch", "sparse"):
-            sizes = CodecSizes(name, c, theta)
-            compressor = Compressor(name, sizes, [Span(entries, True)], group, torch.device(device))
-            call = partial(lambda box: complete(box.exchange_rows(gradient.clone())), compressor)
+            kind, spans = CODECS[name](1, c, theta), [(entries, True)]
+            compressor = Compressor(name, kind, spans, group, torch.device(device))
+            call = partial(lambda box: box.exchange_rows(gradient.clone()), compressor)
             milliseconds = median_ms(call, device, 3 if small else 10)
             yield {"codec": name, "megabytes": 4e-6 * entries, "ms": milliseconds}
     finally:

@@ -25,7 +25,8 @@ from torch.optim import adam
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
+from torchtitan_lr.compression.codecs import Codec, SparseCodec, left_over
+from torchtitan_lr.compression.sketch import SketchCodec
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.optim.entries import build_optimizers
@@ -56,7 +57,7 @@ def test_a_read_is_noticed(read: Callable[[Tensor], Any], unread_device: torch.d
 
 
 @pytest.mark.parametrize(
-    "codec", [SparseCodec(0.9), SketchCodec(2, 4, 0.9)], ids=["sparse", "sketch"]
+    "codec", [SparseCodec(2, theta=0.9), SketchCodec(2, 4, 0.9)], ids=["sparse", "sketch"]
 )
 def test_codecs(codec: Codec, unread_device: torch.device) -> None:
     rows = torch.ones(2, 1001, device=unread_device)

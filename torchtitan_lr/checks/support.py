@@ -8,7 +8,6 @@ import math
 from itertools import chain
 from typing import Any
 
-from torchtitan_lr.compression.settings import compression_settings, is_compressed, merged
 from torchtitan_lr.config.schema import Optimizer
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import configured_args, llama_args, model_shapes
@@ -107,6 +106,8 @@ def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     """Check that the optimizer reads the keys of rates, and that every group has a parameter."""
+    # Imported late because they import torch.
+    from torchtitan_lr.compression.settings import merged
     from torchtitan_lr.optim.groups import check_patterns
 
     section, args, entry = config.optimizer, llama_args(config), ENTRIES[config.optimizer.name]
@@ -192,6 +193,9 @@ def check_compression(config: Any, world_size: int, device_type: str) -> None:
         want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
     require(not want, "grad_compression.codec", section.codec, want)
     ranks = replicate if replicate > 1 else max(1, shard)
+    # Imported late because it imports torch.
+    from torchtitan_lr.compression.settings import compression_settings, is_compressed
+
     settings, args = compression_settings(config, ranks), llama_args(config)
     if args is None:  # another package's model: the ranks check it
         return

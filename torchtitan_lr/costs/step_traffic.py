@@ -10,8 +10,12 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from torchtitan_lr.compression.settings import is_compressed
-from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
+from torchtitan_lr.compression.settings import (
+    Unit,
+    exchange_traffic,
+    exchange_unit,
+    is_compressed,
+)
 from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
 from torchtitan_lr.costs.messages import Traffic, backward, element_size, forward, merge
 from torchtitan_lr.costs.rehearsal import Rehearsal
@@ -132,8 +136,8 @@ def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
         for parameter in parameters:
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
             entries[chosen] += prod(run.piece(parameter))
-        sizes = entries[True], entries[False], settings.ranks
-        units.append((name, exchange_unit(settings.codec, *sizes, run.replicas > 1)))
+        unit = exchange_unit(settings.codec, entries[True], entries[False], run.replicas > 1)
+        units.append((name, unit))
     return units
 
 
@@ -155,7 +159,7 @@ def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
     Cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
     optimizer = [row for row in run.optimizer.mean_traffic(pp_rank) if row.mesh_dim != "tp"]
-    rounds = not run.compresses or FORMULAS[run.compression.codec.name].rounds
+    rounds = not run.compresses or run.compression.codec.can_round
     found = {}
     for wire in WIRES if rounds else ("float32",):
         other = with_wire(run, wire)

@@ -62,7 +62,9 @@ def build_tokenizer(job_config: Any) -> Tokenizer:
     require(file.is_file(), _KEY, path, want)
     try:
         return _known(str(file.parent))
-    except Exception as error:  # the tokenizers library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library raises bare Exception, or panics
         raise ConfigError(_KEY, str(file), f"a readable {file.name} ({error})") from error
 
 

@@ -20,8 +20,7 @@ from torchtitan_lr.checkpoints import run_record
 from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
 from torchtitan_lr.checkpoints.record import describe
 from torchtitan_lr.compat.process_groups import set_timeouts
-from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.compression.units import compressors_of
+from torchtitan_lr.compression.units import Residuals, compressors_of
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader

@@ -153,7 +153,7 @@ ELSEWHERE = {
     +
     # Between ranks alone: tests/distributed/test_reductions.py.
     " mixed_precision_reduce",
-    # They need several ranks: tests/distributed/test_compression_resume.py.
+    # They need several ranks: tests/distributed/test_compressed_training.py.
     "grad_compression": "codec level c theta auto layers min_size",
     # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
     "caat": "lanes sync_fraction backward_sum",
