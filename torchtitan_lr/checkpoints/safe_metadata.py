@@ -65,8 +65,6 @@ def read_metadata(step_dir: str | Path) -> Metadata:
                 raise DamagedError(f"{METADATA} names a file outside its folder: {name!r}")
     except DamagedError:
         raise
-    except FileNotFoundError as error:
-        raise DamagedError(f"{METADATA} is missing") from error
     # A damaged one fails with whatever its reader stumbles over.
     except Exception as error:
         raise DamagedError(f"{METADATA} cannot be read ({describe(error)})") from error

@@ -42,12 +42,9 @@ _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 
 class StepWriter(FileSystemWriter):
-    """DCP's file writer, which also writes the step's record.
+    """DCP's file writer, which also writes the step's record: ``record`` with what a save adds.
 
-    Args:
-        step_dir: The checkpoint's folder.
-        record: The record without what is known after the save.
-        weights: Names of tensors; each rank checks that its part of them is finite.
+    ``weights`` are names of tensors; each rank checks that its part of them is finite.
     """
 
     def __init__(self, step_dir: str | Path, record: Record, weights: Iterable[str] = ()) -> None:
@@ -116,7 +113,7 @@ def write_record(step_dir: str | Path, record: Record) -> None:
     files: dict[str, Sum] = {}
     for share in from_all_ranks(sums):
         files |= share
-    if _rank_and_ranks()[0] == 0:
+    if _rank() == 0:
         replace(record, files=files).write(folder)
 
 
@@ -129,16 +126,13 @@ def verified(step_dir: str | Path) -> Record:
     damage = None
     for name in _share(record.files):
         damage = damage or _damage_of(Path(step_dir), name, record.files[name])
-    if dist.is_initialized():
-        found = first_rank_with(damage)
-        damage = None if found is None else found[1]
-    if damage is not None:
-        raise DamagedError(damage)
+    if found := first_rank_with(damage):
+        raise DamagedError(found[1])
     return record
 
 
-def _rank_and_ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _share(names: Iterable[str]) -> list[str]:
@@ -148,8 +142,8 @@ def _share(names: Iterable[str]) -> list[str]:
         found = _PART.fullmatch(name)
         return (int(found[1]) if found else sys.maxsize), name
 
-    rank, ranks = _rank_and_ranks()
-    return sorted(names, key=place)[rank::ranks]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return sorted(names, key=place)[_rank() :: ranks]
 
 
 def _damage_of(folder: Path, name: str, saved: Sum) -> str | None:
@@ -172,16 +166,16 @@ def read_once(read: Callable[[str | Path], T], step_dir: str | Path) -> T:
 
     A thousand ranks would read the same file at the same moment.
     """
-    found: list[Any] = [None, None]
-    if _rank_and_ranks()[0] == 0:
+    found: T | DamagedError | None = None
+    if _rank() == 0:
         try:
-            found[0] = read(step_dir)
+            found = read(step_dir)
         except DamagedError as error:
-            found[1] = str(error)
-    value, damage = from_first_rank(found)
-    if damage is not None:
-        raise DamagedError(damage)
-    return cast(T, value)
+            found = error
+    found = from_first_rank(found)
+    if isinstance(found, DamagedError):
+        raise found
+    return cast(T, found)
 
 
 def _sum_of(path: Path) -> Sum:

@@ -22,14 +22,11 @@ Copies = list[tuple[Tensor, Tensor]]
 
 
 class BackgroundStager(AsyncStager):
-    """DCP's stager: copies plain values at once, and tensors in a thread.
+    """DCP's stager: copies plain values at once, and tensors in a thread; until then keep them.
 
-    Until the returned future is done, the tensors must not change. The buffers are used again by
-    the next save: a fresh one costs a page fault per 4 KiB. They stay allocated until `close`, as
-    large as this rank's part of the checkpoint, and the save before must be complete.
-
-    On a GPU the buffers are pinned, and a stream of its own copies what the stream of training has
-    computed at the time of the call.
+    The buffers, as large as this rank's part of the checkpoint, are used again by the next save: a
+    fresh one costs a page fault per 4 KiB. On a GPU they are pinned, and a stream of its own copies
+    what the stream of training has computed at the time of the call.
     """
 
     def __init__(self) -> None:

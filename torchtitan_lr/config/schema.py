@@ -33,7 +33,7 @@ CONFIG_MODULE = "torchtitan_lr.config.schema"
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    `torchtitan_lr.checkpoints.resume` applies it.
+    `torchtitan_lr.checkpoints.record` applies it.
     """
 
     FREE = "free"  # it changes no number

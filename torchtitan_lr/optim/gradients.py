@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The gradients of a step, from the first micro-batch's backward to the optimizer.
 
-`training.step.Step` calls `Gradients` and checks the order of its calls. There are two
-implementations. In `StoredGradients`, FSDP or DDP reduces the gradients and leaves them in
-``parameter.grad`` before backward ends. TSR-Adam (`optim.tsr`) reads them there during
-backward and sums over the replicas itself.
+`Trainer.train_step` calls `Gradients`. There are two implementations. In `StoredGradients`, FSDP or
+DDP reduces the gradients and leaves them in ``parameter.grad`` before backward ends. TSR-Adam
+(`optim.tsr`) reads them there during backward and sums over the replicas itself.
 """
 
 import math
@@ -31,7 +30,7 @@ class Gradients(Protocol):
     The methods are called in this order, `micro_batch` once per micro-batch, all of them on every
     rank. Weights, moments and counters change between `clip` and `settle` alone, in the optimizers'
     own ``step``. An optimizer that leaves a rejected step out by itself may communicate there: its
-    ``step`` is called on every rank in a rejected step too. ``step_unless`` in ``training/step.py``
+    ``step`` is called on every rank in a rejected step too. `training.verdict.step_unless`
     says which optimizers these are; it does not call the others.
     """
 

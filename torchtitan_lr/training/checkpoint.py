@@ -8,29 +8,34 @@ contents. Before a load, it compares the files with the record of their save, an
 in the folder until then.
 """
 
-import functools
 import glob
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan_lr.agreement import from_first_rank
 from torchtitan_lr.checkpoints import folders, safe_metadata
-from torchtitan_lr.checkpoints.record import DamagedError, Identity, Record, describe
-from torchtitan_lr.checkpoints.resume import Start, check_start, start_of
+from torchtitan_lr.checkpoints.record import (
+    DamagedError,
+    Identity,
+    Record,
+    Start,
+    check_start,
+    describe,
+    start_of,
+)
 from torchtitan_lr.checkpoints.saving import (
     SavePlanner,
     StepWriter,
@@ -47,58 +52,41 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import MODEL, AsyncMode, TitanCheckpointHooks
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _LONG = 0.1  # seconds of waiting that the console shows
 
 
-def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
-    """Let a save that fails, here or in the background, raise its cause in one line.
-
-    DCP's own exception derives from BaseException: no ``except Exception`` reports it.
-    """
-
-    @functools.wraps(save)
-    def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        try:
-            return save(*args, **options)
-        except CheckpointException as error:
-            raise RunFailedError(f"a checkpoint cannot be written ({_cause(error)})") from error
-
-    return wrapped
+@contextmanager
+def _told() -> Iterator[None]:
+    """Let a save that fails, here or in the background, raise its cause in one line."""
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException: no ``except Exception`` reports it
+        raise RunFailedError(f"a checkpoint cannot be written ({_cause(error)})") from error
 
 
 class CheckpointManager(TitanCheckpointHooks):
-    """DCP checkpoints of model, optimizer, schedule, data position and train state.
-
-    Attributes:
-        identity: What the run's states belong to; saved with them and compared on loading.
-        run: The run's record, which every saved step has.
-        before_save: Called before each save; an exception prevents it.
-        resumed: The record of the own step that was loaded.
-        excluded: Its states that were not loaded.
-    """
+    """DCP checkpoints of model, optimizer, schedule, data position and train state."""
 
     async_mode: AsyncMode
     sd_adapter: Any
     stager: Any
-    _last_saved: str | None = None
+    _last_saved: str | None = None  # a path: hosts may see different states of a shared folder
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
-        self.identity: Identity = {}
-        self.run: Mapping[str, Any] = {}
-        self.resumed: Record | None = None
-        self.excluded: list[str] = []
+        self.identity: Identity = {}  # of the run's states: saved with them, compared on loading
+        self.run: Mapping[str, Any] = {}  # the run's record, which every saved step has
+        self.resumed: Record | None = None  # the record of the own step that was loaded
+        self.excluded: list[str] = []  # its states that were not loaded
+        # Called before each save; an exception prevents it.
+        self.before_save: Callable[[], None] = lambda: None
         self._section, self._dump_folder = checkpoint_config, str(parts.get("base_folder", ""))
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
-        self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
         self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
-        if self.enable and self.async_mode == AsyncMode.ASYNC:
-            # In its other mode upstream waits for what a stager copies, and takes any stager.
+        if self.enable_staging:
+            # In this mode upstream waits for what a stager copies, and takes any stager.
             self.async_mode = AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = BackgroundStager()  # type: ignore[abstract]  # torch's has a body
 
@@ -107,21 +95,21 @@ class CheckpointManager(TitanCheckpointHooks):
         super().close()
         self._deletions.shutdown()
 
-    @_tells_why
+    @_told()
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if the step is due, and purge after the last step too, which upstream does not."""
         started = time.perf_counter()
         due = self.is_due(curr_step, last_step)
         super().save(curr_step, last_step)
         if due:
-            in_background = self.async_mode != AsyncMode.DISABLED and not last_step
+            in_background = self.enable_staging and not last_step
             how = "started in the background" if in_background else "saved"
             folder, seconds = self.checkpoint_folder(curr_step), time.perf_counter() - started
             console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
 
-    @_tells_why
+    @_told()
     def maybe_wait_for_staging(self) -> None:
         """Wait until a background save has copied the states; call it before they change.
 
@@ -164,18 +152,11 @@ class CheckpointManager(TitanCheckpointHooks):
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
         os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
-        way = AsyncCheckpointerType.THREAD
-        if not isinstance(self.stager, BackgroundStager):
-            # torch's stager, whose pinned memory a process can share, does not wait for the step
-            # itself.
-            torch.accelerator.current_stream().synchronize()
-            way = AsyncCheckpointerType.PROCESS
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
             planner=SavePlanner(),
             process_group=self.pg,
-            async_checkpointer_type=way,
             async_stager=self.stager,
         )
 
@@ -257,38 +238,34 @@ class CheckpointManager(TitanCheckpointHooks):
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{folders.DISCARDED}*")):
             self._deletions.submit(shutil.rmtree, leftover, ignore_errors=True)
 
-    @_tells_why
+    @_told()
     def save_interrupted(self, step: int) -> str | None:
         """Save all of ``step``, also of the last one; return its folder, None if none is saved."""
         if not self.enable or self.load_only:
             return None
         folder = self.checkpoint_folder(step)
         self.wait_for_save()
-        # Compare with a remembered path: hosts may see different states of a shared folder.
         if folder != self._last_saved:
             states = self.flattened_states()
             self.dcp_save(states, folder, AsyncMode.DISABLED)
             self._purge_stale_checkpoints()
         return folder
 
-    @_tells_why
-    def newest(self, finite: bool = False) -> str | None:
-        """Wait for a background save, and return the newest complete checkpoint's folder, if any.
+    @_told()
+    def newest(self) -> str | None:
+        """Wait for a background save; return the folder of the step that a resume begins with.
 
-        Call it on every rank; the first one reads. With ``finite``, its weights must be: a step
-        with a finite loss and gradient may still make them non-finite.
+        Its weights are finite: a step with a finite loss and gradient may still spoil them. Call it
+        on every rank.
         """
         if not self.enable:
             return None
         self.wait_for_save()
-        return read_once(partial(self._newest_in, finite=finite), self.folder)
-
-    def _newest_in(self, folder: str | Path, finite: bool) -> str | None:
-        for step in reversed(folders.complete_steps(folder)):
-            found = folders.step_folder(folder, step)
-            if not finite or folders.is_finite(found):
-                return found
-        return None
+        found = None
+        if self._first and (step := folders.newest_step(self.folder)) != -1:
+            folder = self.checkpoint_folder(step)
+            found = folder if folders.is_finite(folder) else None
+        return from_first_rank(found)
 
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or not self._first:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lr.optim.adam import _ON_SHARDS, ShardAdam, ShardAdamW
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.step import step_unless
+from torchtitan_lr.training.verdict import step_unless
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
 PAIRS = [(torch.optim.Adam, ShardAdam), (torch.optim.AdamW, ShardAdamW)]

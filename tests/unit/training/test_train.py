@@ -6,17 +6,14 @@ import json
 import math
 import re
 import time
-from functools import partial
-from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.reference.validation_loss import token_losses
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
-from torchtitan_lr.data.sources import Reader, Source
-from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.costs import step_traffic
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.verdict import NonFiniteError, Verdict
@@ -89,15 +86,15 @@ def assert_equal(tensors, expected):
         torch.testing.assert_close(tensor, expected[name], rtol=EXACT, atol=EXACT * EPS, msg=name)
 
 
-def test_a_formula_that_fails_takes_no_summary(trainer, tmp_path, caplog):
+def test_a_formula_that_fails_takes_no_summary(trainer, tmp_path, monkeypatch, caplog):
     """The run is trained and saved, and an outside optimizer's cost may raise anything."""
     step(trainer, microbatches())
 
-    def fail():
+    def fail(*_):
         raise ZeroDivisionError("of a cost")
 
-    trainer.more_summary = fail
-    trainer.write_summary(None)
+    monkeypatch.setattr(step_traffic, "sent_per_step", fail)
+    trainer.metrics_processor.write_summary(1, None)
     (line,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
     assert line.endswith(": ZeroDivisionError: of a cost")
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
@@ -206,7 +203,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
 
     def train(trainer, until, ahead=0):
         """Return the labels of each step."""
-        found, reader = [], trainer.running_step.reader
+        found, reader = [], trainer.reader
         real = reader.take
 
         def take(*args):
@@ -228,7 +225,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
     assert len(set(map(str, expected))) == 4
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert train(trainer, 2) == expected[:2]
-        read = trainer.running_step.reader._next.microbatches
+        read = trainer.reader._next.microbatches
         assert [labels.tolist() for _, labels in read] == expected[2]
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert trainer.checkpointer.load()
@@ -258,7 +255,7 @@ def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer):
     for _ in range(4):
         trainer.step += 1
         trainer.train_step(batches)
-        losses.append(trainer.running_step.loss)
+        losses.append(trainer.loss)
     found = {record["step"]: record["interval_loss"] for record in history(trainer)}
     values = [loss.item() for loss in losses]
     # The first step, every third one and the last.
@@ -289,25 +286,10 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
         trainer.step += 1
         trainer.train_step(batches)
         passes(1000)  # a validation and a save
-    # The first window began before the clock was changed. The second has two steps, the first of
-    # them not logged. Each has three micro-batches of 16 tokens, computed in 1 s each, loads three
-    # of the next step in 2 s each, and waits 1 s for the device.
+    # The second window has two steps, the first of them not logged. Each has three micro-batches of
+    # 16 tokens, computed in 1 s each, loads three of the next step in 2 s each, and waits 1 s for
+    # the device.
     _, record = history(trainer)
     assert record["time_metrics/end_to_end(s)"] == 10
     assert record["throughput/tokens_per_s_per_device"] == pytest.approx(48 / 10, rel=EXACT)
     assert record["time_metrics/data_loading(%)"] == pytest.approx(60, rel=EXACT)
-
-
-def test_validation_by_hand(tmp_path):
-    """The model's own validation, of sequences packed and summed by hand."""
-    options = ["--validation.enable", "--validation.dataset=python_stdlib", "--validation.steps=2"]
-    options += ["--validation.seq_len=8", "--validation.local_batch_size=3"]
-    with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
-        trainer.validator.validate(trainer.model_parts, 1)
-        tokenizer = build_tokenizer(trainer.job_config)
-        encode = partial(tokenizer.encode, add_bos=False, add_eos=False)
-        begin, end = tokenizer.bos_id, tokenizer.eos_id
-        held_out = islice(Reader(Source("python_stdlib")).texts(held_out=True), 2)
-        sequences = windows([[begin, *encode(text), end] for text in held_out], 8)[:6]
-        expected = sequence_losses(on_cpu(trainer.model_parts[0]), sequences).mean().item()
-        assert trainer.validator.last_loss == pytest.approx(expected, rel=EXACT)

@@ -97,19 +97,16 @@ def validator_of(tmp_path):
     held_out = [Letters().encode(text, True, True) for text in DOCUMENTS]
     write_corpus(tmp_path / "corpus", [[[1] * 9]], [held_out])
 
-    def build(rank=0, ranks=1, steps=-1, batch=2, first_step=False, freq=4):
+    def build():
         job = build_job_config([])
         job.job.dump_folder = str(tmp_path)
         job.training.steps = 7
         section = job.validation
         job.training.dataset, job.training.dataset_path = "prepared", str(tmp_path / "corpus")
-        section.seq_len, section.local_batch_size, section.steps = 3, batch, steps
-        section.freq, section.first_step = freq, first_step
+        section.seq_len, section.local_batch_size, section.steps = 3, 2, -1
         dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)
-        return Validator(
-            job, ranks, rank, Letters(), dims, cross_entropy_sum, nullcontext, nullcontext(),
-            LowRankMetricsProcessor(job, dims),
-        )  # fmt: skip
+        processor = LowRankMetricsProcessor(job, dims)
+        return Validator(job, 1, 0, dims, cross_entropy_sum, nullcontext, processor)
 
     return build
 

@@ -14,7 +14,7 @@ from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.drift import CHECKED, checksum
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
-from torchtitan_lr.training.step import step_unless
+from torchtitan_lr.training.verdict import step_unless
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)
 DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
