@@ -147,10 +147,7 @@ def way_on(start: Start, state: str) -> str:
         return f"; checkpoint.initial_load_path = {start.folder!r} starts a run from its weights"
     of_own = f" --checkpoint.load_step={start.step}" if start.step > 0 else ""
     names = ",".join([*start.left_out, state])
-    way = f"; --checkpoint.exclude_from_loading={names}{of_own} goes on without its {state}"
-    if state == "dataloader":
-        way += "; training.hf_tokens sets a streamed dataset's size, otherwise the steps do"
-    return way
+    return f"; --checkpoint.exclude_from_loading={names}{of_own} goes on without its {state}"
 
 
 def another_folder(dump_folder: str) -> str:

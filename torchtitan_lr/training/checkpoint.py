@@ -52,8 +52,6 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import MODEL, AsyncMode, TitanCheckpointHooks
 
-_LONG = 0.1  # seconds of waiting that the console shows
-
 
 @contextmanager
 def _told() -> Iterator[None]:
@@ -108,19 +106,6 @@ class CheckpointManager(TitanCheckpointHooks):
             console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
-
-    @_told()
-    def maybe_wait_for_staging(self) -> None:
-        """Wait until a background save has copied the states; call it before they change.
-
-        The optimizer changes most of them, and a compressor its residual during backward.
-        """
-        if not (self.enable_staging and self.staging):
-            return
-        started = time.perf_counter()
-        super().maybe_wait_for_staging()
-        if (waited := time.perf_counter() - started) >= _LONG:
-            console.info("%s: a step waited %.1f s for its copy", self._last_saved, waited)
 
     @torch.no_grad()
     def dcp_save(
@@ -185,10 +170,6 @@ class CheckpointManager(TitanCheckpointHooks):
             GarbageCollection.collect("GC collection for checkpoint loading.")
             without = f" without {', '.join(self.excluded)}" if self.excluded else ""
             console.info("Loaded %s%s.", start.folder, without)
-            if start.step != -1 and self._section.initial_load_path:
-                console.info(
-                    "checkpoint.initial_load_path is not read: the run has steps of its own."
-                )
             if not start.left_out and self._section.exclude_from_loading:
                 what = "checkpoint.exclude_from_loading acts with checkpoint.load_step, or on "
                 console.info(what + "another run's weights: all states are loaded")

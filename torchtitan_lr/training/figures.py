@@ -16,15 +16,14 @@ History = list[dict[str, Any]]
 DPI = 160  # with widths of about 7 inches, text of 8 points and more is legible at half width
 
 WIDTH, HEIGHT = 6.6, 4.0
-"""Inches of a picture with one panel; its legend comes on top of the height."""
+"""Inches of a picture with one panel; its legend is added below."""
 
 TITLE, TEXT = 10, 8  # sizes of the letters, in points
 THICK: dict[str, Any] = {"linewidth": 1.6}  # a smoothed or fitted line
 THIN: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.4}  # the values as they were logged
 DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}  # single measurements
 
-_LABEL_LETTERS = 90  # a longer label is broken into lines
-_MOST_COLUMNS = 4
+_LINE_LETTERS = 90  # of a legend; a longer label is broken into lines
 
 SMOOTHED_POINTS = 20  # a smoothed curve averages over 1/20 of its points, at least over three
 
@@ -59,24 +58,18 @@ def finish(figure: Any, path: Path, title: str = "") -> None:
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for artist, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(textwrap.fill(label, _LABEL_LETTERS), artist)
+            handles.setdefault(textwrap.fill(label, _LINE_LETTERS), artist)
     figure.set_layout_engine("constrained")
     if title:
         figure.suptitle(title, fontsize=TITLE, parse_math=False)
-    for columns in range(min(len(handles), _MOST_COLUMNS), 0, -1):
-        legend = figure.legend(
-            handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=TEXT
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-        box = legend.get_window_extent()
-        if columns == 1 or box.width <= figure.bbox.width:
-            figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
-            break
-        legend.remove()
+    columns = _LINE_LETTERS // (max(map(len, handles), default=0) + 8)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "fontsize": TEXT}
+    legend = figure.legend(handles.values(), handles, ncols=max(1, columns), **below)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(path)
+        figure.savefig(path, bbox_inches="tight")
     except OSError as error:  # a full disk: a failed write names no file
         error.filename = str(path)
         raise

@@ -30,12 +30,6 @@ VALIDATION_SECONDS = "validation_metrics/seconds"
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
-_NUMBERS = (
-    *(TRAIN_LOSS, INTERVAL_LOSS, VALIDATION_LOSS, UNIGRAM_ENTROPY, TOKENS_SEEN, RATE, MFU),
-    *(STEP_SECONDS, TOKENS_PER_S, TOKENS_PER_S_PER_DEVICE),
-)
-"""Keys that are read as numbers."""
-
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Return the records of a ``metrics.jsonl``, oldest first; damage costs only itself."""
@@ -55,9 +49,6 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError):
             logging.getLogger().warning("%s: skipping a damaged line: %.40r", path, line)
             continue
-        for key in _NUMBERS:
-            if record.get(key) is not None and not is_number(record[key]):
-                del record[key]
         records.append(record)
     return records
 

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_lr.checkpoints.folders import (
     RUN_CONFIG,
-    TRAINING_STATES,
     newest_step,
     step_folder,
 )
@@ -106,14 +104,15 @@ def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weig
         raise _no_checkpoint(step_dir, str(error)) from error
     stored = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
-    shapes = model_shapes(args)
-    dtype = _check_stored(step_dir, stored, args, shapes)
     model = {**record.states.get("model", {}), **model_fingerprint(args)}
     if assets_path:
         model[TOKENIZER] = tokenizer_digest(assets_path)
     check_start(Start(str(step_dir)), record, {"model": model})
-    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     try:
+        # All are of one dtype. DCP refuses another shape, and the fingerprint other tensors.
+        dtype = stored["tok_embeddings.weight"].properties.dtype
+        shapes = model_shapes(args).items()
+        weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes}
         load(weights, step_dir, no_dist=True, metadata=metadata)
     # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
     # derives from BaseException.
@@ -162,23 +161,3 @@ def _no_checkpoint(step_dir: Path, why: str) -> ConfigError:
         why = "no such folder; a run that trains keeps its newest checkpoint.keep_latest_k steps"
     want = f"a complete checkpoint such as outputs/checkpoint/step-100 (found: {why})"
     return ConfigError("CHECKPOINT", str(step_dir), want)
-
-
-def _check_stored(
-    step_dir: Path, stored: dict[str, Any], args: LlamaArgs, expected: dict[str, tuple[int, ...]]
-) -> torch.dtype:
-    """Check names and shapes, since DCP ignores extra tensors, and return the dtype."""
-    found = {
-        name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
-        for name, value in stored.items()
-        if name.split(".")[0] not in TRAINING_STATES
-    }
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            what = f"{args.model_family.model_name} with {name} of shape {expected.get(name)}"
-            want = f"a checkpoint of {what}, not {found.get(name)}"
-            raise ConfigError("CHECKPOINT", str(step_dir), want)
-    dtype: torch.dtype = stored["tok_embeddings.weight"].properties.dtype
-    want = f"weights in floating point, not {dtype}"
-    require(dtype.is_floating_point, "CHECKPOINT", str(step_dir), want)
-    return dtype

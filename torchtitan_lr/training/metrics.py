@@ -75,20 +75,12 @@ class RunTensorBoard(components.TensorBoardLogger):
         self.tag = None
         purge = after + 1 if goes_on else None
         self.writer = SummaryWriter(str(place), max_queue=1000, purge_step=purge)
-        self._add_text("config", config, after)
-
-    def _add_text(self, name: str, values: Mapping[str, Any], step: int) -> None:
         # Indented: TensorBoard shows Markdown, and this is code.
-        text = indent(json.dumps(values, indent=1, default=str), " " * 4)
-        self.writer.add_text(name, text, step)
+        text = indent(json.dumps(config, indent=1, default=str), " " * 4)
+        self.writer.add_text("config", text, after)
 
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Add the summary of a finished run as text, and its curve as an image."""
-        from matplotlib.image import imread
-
-        self._add_text("summary", summary, summary["steps"])
-        image = imread(curve)[..., :3]
-        self.writer.add_image("curve", image, summary["steps"], dataformats="HWC")
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Do nothing: its scalars are the run's."""
 
     def close(self, exit_status: int = 0) -> None:
         """Write what is left."""
@@ -159,12 +151,9 @@ class RunWandb(components.WandBLogger):
             logger.warning("wandb keeps the losses that run %s has of later steps", run_id)
         console.info("wandb run %s%s: %s", run_id, origin and f", {origin}", where)
 
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Upload the summary's values and file, and the curve."""
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Give wandb the summary of a finished run."""
         self._run.summary.update(summary)
-        self._run.log({"curve": self.wandb.Image(str(curve))})
-        for path in (curve, curve.with_name(history.SUMMARY_FILE)):
-            self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self, exit_status: int = 0) -> None:
         """End the wandb run, as failed if the exit status is not 0."""
@@ -189,9 +178,9 @@ class Loggers(components.BaseLogger):
         """Log to each."""
         self._each("log", metrics, step)
 
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Give each the summary and the curve of a finished run."""
-        self._each("publish", summary, curve)
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Give each the summary of a finished run."""
+        self._each("publish", summary)
 
     def close(self, exit_status: int = 0) -> None:
         """End each, with the run's exit status."""
@@ -372,7 +361,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             logger.warning("The summary lacks what a formula fails to give: %s", describe(error))
         write_whole(file, json.dumps(summary, indent=2) + "\n")
         logger.info("Summary written to %s", file)
-        self.logger.publish(summary, curve)
+        self.logger.publish(summary)
 
 
 def described_layout(dims: ParallelDims) -> str:

@@ -76,10 +76,11 @@ class StepReader:
         # Data that ended while they were read ahead may go on here, in another iterator.
         if data is None or sums is None or sums.ended:
             data = self.read_next(data_iterator)
-            found = torch.tensor(data.counts, dtype=torch.float64, device=self._device)
+            sums = data.counts
             if dist.get_world_size() > 1:
+                found = torch.tensor(sums, dtype=torch.float64, device=self._device)
                 dist.all_reduce(found)
-            sums = Counts(*found.tolist())
+                sums = Counts(*found.tolist())
         self._next = self.next_sums = None
         if sums.ended:
             raise DataloaderExhaustedError

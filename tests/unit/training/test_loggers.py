@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TensorBoard and wandb of a run and of its resumption, read back from what they write offline."""
 
-import json
 import os
 import shutil
 import signal
@@ -17,18 +16,9 @@ from tests.support.kills import child_pids
 from tests.wandb_file import parts, values_of
 from tests.wandb_server import wandb_server
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.metrics import WANDB_ID_FILE, Loggers, RunTensorBoard, RunWandb
 
 SUMMARY = {"steps": 4, "train_loss": 4.5}
-
-
-@pytest.fixture
-def curve(tmp_path):
-    figure = new_figure(2, 1)
-    figure.savefig(tmp_path / "curve.png")
-    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
-    return tmp_path / "curve.png"
 
 
 def run_of(folder):
@@ -72,11 +62,11 @@ def test_credentials_mean_online(tmp_path, metrics, monkeypatch):
         RunWandb(tmp_path, 0, {}, metrics)
 
 
-def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
+def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics):
     (tmp_path / WANDB_ID_FILE).write_text("of-before\n")
     first = RunWandb(tmp_path, 0, {"training": {"steps": 3}}, metrics)
     first.log({"loss": 5.0}, 3)
-    first.publish(SUMMARY, curve)
+    first.publish(SUMMARY)
     first.close()
     found = written(tmp_path)
     kept, _ = (tmp_path / WANDB_ID_FILE).read_text().split()
@@ -87,7 +77,6 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     for change in found["summary"]:
         summary |= values_of(change.update)
     assert summary["train_loss"] == 4.5
-    assert summary["curve/_type"] == "image-file"
     # A resumption from step 3, which fails: the same run in a file of its own.
     run_of(tmp_path).parent.rename(tmp_path / "first")
     second = RunWandb(tmp_path, 3, {"training": {"steps": 9}}, metrics)
@@ -143,11 +132,11 @@ def use_until(use, done):
 
 
 @pytest.mark.parametrize("point", ["log", "publish", "close"])
-def test_no_end_of_wandbs_process_ends_a_run(point, tmp_path, metrics, curve, caplog):
+def test_no_end_of_wandbs_process_ends_a_run(point, tmp_path, metrics, caplog):
     loggers = opened_wandb(tmp_path, metrics)
     uses = {
         "log": lambda: loggers.log({"loss": 1.0}, 2),
-        "publish": lambda: loggers.publish(SUMMARY, curve),
+        "publish": lambda: loggers.publish(SUMMARY),
         "close": loggers.close,
     }
     loggers.log({"loss": 1.0}, 1)
@@ -162,7 +151,7 @@ def test_no_end_of_wandbs_process_ends_a_run(point, tmp_path, metrics, curve, ca
 
 
 @pytest.mark.parametrize("broken", [(500, "no"), (200, "<html>no</html>")])
-def test_no_answer_of_wandbs_server_ends_a_run(broken, tmp_path, metrics, curve, monkeypatch):
+def test_no_answer_of_wandbs_server_ends_a_run(broken, tmp_path, metrics, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")  # of a minute
     wandb.teardown()  # which has read the variables of another run
@@ -173,7 +162,7 @@ def test_no_answer_of_wandbs_server_ends_a_run(broken, tmp_path, metrics, curve,
         server.broken = broken
         answered = len(server.asked)
         use_until(lambda: loggers.log({"loss": 1.0}, 2), lambda: len(server.asked) > answered)
-        loggers.publish(SUMMARY, curve)
+        loggers.publish(SUMMARY)
         began = time.monotonic()
         loggers.close()
         assert time.monotonic() - began < 30
@@ -204,7 +193,7 @@ def board_of(folder):
     return board
 
 
-def test_tensorboard_continues_its_folder(tmp_path, curve):
+def test_tensorboard_continues_its_folder(tmp_path):
     folder = tmp_path / "tb"
     first = RunTensorBoard(folder, 0, {"training": {"steps": 9}})
     for step in range(1, 6):
@@ -212,15 +201,11 @@ def test_tensorboard_continues_its_folder(tmp_path, curve):
     first.close()
     second = RunTensorBoard(folder, 3, {"training": {"steps": 9}})
     second.log({"loss": 1.0}, 4)
-    second.publish(SUMMARY, curve)
     second.close()
     board = board_of(folder)
     shown = [(event.step, event.value) for event in board.Scalars("loss")]
     assert shown == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 1.0)]  # 4 and 5 of the first are gone
-    assert "curve" in board.Tags()["images"]
-    assert {"summary/text_summary", "config/text_summary"} <= set(board.Tags()["tensors"])
-    text = board.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert '"train_loss": 4.5' in text
+    assert "config/text_summary" in board.Tags()["tensors"]
     # The control: a new run gets a folder of its own.
     next(folder.iterdir()).rename(folder / "20200101-000000")
     RunTensorBoard(folder, 0, {}).close()
