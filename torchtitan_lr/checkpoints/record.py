@@ -14,14 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.folders import (
-    STEP_FILE,
-    TRAIN_STATE,
-    is_finite,
-    newest_step,
-    step_folder,
-    write_whole,
-)
+from torchtitan_lr.checkpoints import folders
+from torchtitan_lr.checkpoints.folders import STEP_FILE, TRAIN_STATE
 from torchtitan_lr.config.files import read_json, sealed, unsealed
 from torchtitan_lr.errors import ConfigError
 
@@ -57,7 +51,7 @@ class Record:
 
     def write(self, step_dir: str | Path) -> None:
         """Write the record into its step's folder: the step is complete."""
-        write_whole(Path(step_dir) / STEP_FILE, json.dumps(sealed(asdict(self)), indent=1))
+        folders.write_whole(Path(step_dir) / STEP_FILE, json.dumps(sealed(asdict(self)), indent=1))
 
 
 def read_step(step_dir: str | Path) -> Record:
@@ -94,8 +88,8 @@ class Start:
         if self.step < 0:
             return ConfigError(key, got, want)
         steps = Path(self.folder).parent
-        older = newest_step(steps, before=self.step)
-        if older > 0 and is_finite(step_folder(steps, older)):
+        older = folders.newest_step(steps, before=self.step)
+        if older > 0 and folders.is_finite(folders.step_folder(steps, older)):
             want += f"; checkpoint.load_step = {older} goes back to the step before"
         want += f"; for a new run choose another folder, as in {another_folder(dump_folder)}"
         return ConfigError(key, got, want)
@@ -109,10 +103,10 @@ def start_of(checkpoint: Any, dump_folder: str, step: int = -1) -> Start | None:
     if not checkpoint.enable:
         return None
     own, left_out = os.path.join(dump_folder, checkpoint.folder), checkpoint.exclude_from_loading
-    newest = newest_step(own) if step == -1 else step
+    newest = folders.newest_step(own) if step == -1 else step
     if newest != -1:
         left_out = left_out if step != -1 else []
-        return Start(step_folder(own, newest), newest, newest == 0, left_out=left_out)
+        return Start(folders.step_folder(own, newest), newest, newest == 0, left_out=left_out)
     path, in_hf = checkpoint.initial_load_path or "", checkpoint.initial_load_in_hf
     if not (path or in_hf):
         return None

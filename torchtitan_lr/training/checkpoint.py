@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan_lr.agreement import from_first_rank
-from torchtitan_lr.checkpoints import folders, safe_metadata
+from torchtitan_lr.checkpoints import folders, safe_metadata, saving
 from torchtitan_lr.checkpoints.record import (
     DamagedError,
     Identity,
@@ -35,14 +35,6 @@ from torchtitan_lr.checkpoints.record import (
     check_start,
     describe,
     start_of,
-)
-from torchtitan_lr.checkpoints.saving import (
-    SavePlanner,
-    StepWriter,
-    all_finite,
-    read_once,
-    verified,
-    write_record,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compat.dtensor import local_part
@@ -126,13 +118,13 @@ class CheckpointManager(TitanCheckpointHooks):
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
             finite = _finite_weights(self.states[MODEL].model)
-            write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
+            saving.write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
             return None
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         record = Record(self._states_of(state_dict), self.run)
-        writer = StepWriter(checkpoint_id, record, weights=weights)
+        writer = saving.StepWriter(checkpoint_id, record, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer, planner=SavePlanner())
+            dcp.save(state_dict, storage_writer=writer, planner=saving.SavePlanner())
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
@@ -140,7 +132,7 @@ class CheckpointManager(TitanCheckpointHooks):
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
-            planner=SavePlanner(),
+            planner=saving.SavePlanner(),
             process_group=self.pg,
             async_stager=self.stager,
         )
@@ -188,12 +180,12 @@ class CheckpointManager(TitanCheckpointHooks):
         try:
             # Weights in Hugging Face's format may be of another program.
             if not start.in_hf or from_first_rank(folders.is_complete(folder)):
-                record = verified(folder)
+                record = saving.verified(folder)
             if start.in_hf:
                 return self.dcp_load(states, folder, from_hf=True, from_quantized=False)
             assert record is not None
             check_start(start, record, self.identity, self._dump_folder)
-            metadata = read_once(safe_metadata.read_metadata, folder)
+            metadata = saving.read_once(safe_metadata.read_metadata, folder)
             safe_metadata.load(states, folder, metadata=metadata)
         except (DamagedError, CheckpointException) as error:  # the latter is no Exception
             cause = error if isinstance(error, DamagedError) else _cause(error)
@@ -272,7 +264,7 @@ def _cause(error: CheckpointException) -> str:
 def _finite_weights(model_parts: Iterable[nn.Module]) -> bool:
     """Return whether every parameter on every rank has a finite norm; call it on every rank."""
     weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
-    finite = torch.tensor(all_finite(weights), dtype=torch.int32, device=weights[0].device)
+    finite = torch.tensor(saving.all_finite(weights), dtype=torch.int32, device=weights[0].device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     return bool(finite.item())

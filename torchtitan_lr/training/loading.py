@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from torchtitan_lr.checkpoints.folders import (
-    RUN_CONFIG,
-    newest_step,
-    step_folder,
-)
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, newest_step, step_folder
 from torchtitan_lr.checkpoints.record import DamagedError, Start, check_start, read_step
 from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
 from torchtitan_lr.checkpoints.saving import verified

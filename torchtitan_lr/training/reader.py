@@ -65,14 +65,14 @@ class StepReader:
         self._context = context_ranks(dims)  # ranks that share each row's tokens
         self._seconds = seconds  # gets those of each micro-batch's reading
         self._next: StepData | None = None
-        self.next_sums: Counts | None = None  # of all ranks; None if nothing was read ahead
+        self.next_sums: tuple[float, ...] = ()  # `Counts` of all ranks, if any were read ahead
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Return a step's data: those read ahead, or else read here and summed here.
 
         One that some rank could not read is a `BadDataError` on all; the end of the data likewise.
         """
-        data, sums = self._next, self.next_sums
+        data, sums = self._next, Counts(*self.next_sums) if self.next_sums else None
         # Data that ended while they were read ahead may go on here, in another iterator.
         if data is None or sums is None or sums.ended:
             data = self.read_next(data_iterator)
@@ -81,7 +81,7 @@ class StepReader:
                 found = torch.tensor(sums, dtype=torch.float64, device=self._device)
                 dist.all_reduce(found)
                 sums = Counts(*found.tolist())
-        self._next = self.next_sums = None
+        self._next, self.next_sums = None, ()
         if sums.ended:
             raise DataloaderExhaustedError
         if sums.failed:

@@ -45,13 +45,7 @@ from torchtitan_lr.training import history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import identity_of, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor, described_layout
-from torchtitan_lr.training.reader import (
-    BadDataError,
-    Counts,
-    StepData,
-    StepReader,
-    check_same_data,
-)
+from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, check_same_data
 from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of, why_eager
 from torchtitan_lr.training.validate import Validator
 from torchtitan_lr.training.verdict import NonFiniteError, Origin, Verdict, decide, step_unless
@@ -280,7 +274,7 @@ class Trainer(TitanTrainer):
         Reading the verdict waits for it, but not for the optimizer.
         """
         findings = verdict.read()
-        self.reader.next_sums = Counts(*findings.next_counts) if findings.next_counts else None
+        self.reader.next_sums = findings.next_counts
         self.gradients.settle(findings.rejected)
         # A run that has reached its last step is not stopped.
         if findings.stop and self.step < self.job_config.training.steps:

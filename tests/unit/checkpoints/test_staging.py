@@ -57,14 +57,3 @@ def test_the_next_save_uses_the_same_memory() -> None:
     assert [value.dtype for value in third.values()] == [torch.float32, torch.float64]
     assert third["weight"].tolist() == [1, 1, 1, 1]
     stager.close()
-
-
-def test_a_failed_copy_is_raised_where_training_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(staging, "_copied", fail)
-    stager = BackgroundStager()
-    with pytest.raises(MemoryError):
-        stager.stage({"weight": torch.ones(2)}).result()
-    stager.close()
