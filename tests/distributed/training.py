@@ -122,17 +122,17 @@ def _trainer_with(fault: str, config: Any) -> Any:
     guilty = dist.get_rank() == min(1, dist.get_world_size() - 1)
 
     class FaultyTrainer(Trainer):
-        def forward_backward_step(self, **kwargs: Any) -> Any:
+        def one_pass(self, **kwargs: Any) -> Any:
             if not guilty or str(self.step) != at:
-                return super().forward_backward_step(**kwargs)
+                return super().one_pass(**kwargs)
             if kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
-                return super().forward_backward_step(**kwargs)
+                return super().one_pass(**kwargs)
             blocks = list(self.model_parts[-1].get_submodule("layers").children())
             handle = None
             if kind == "nan_block":
                 handle = blocks[0].register_forward_hook(_spoil, prepend=True)
-            loss = super().forward_backward_step(**kwargs)
+            loss = super().one_pass(**kwargs)
             if handle is not None:
                 handle.remove()
             if kind == "nan_sum":

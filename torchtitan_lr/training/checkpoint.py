@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan_lr.agreement import from_first_rank
+from torchtitan_lr.agreement import first_rank_with, from_first_rank
 from torchtitan_lr.checkpoints import folders, safe_metadata, saving
 from torchtitan_lr.checkpoints.record import (
     DamagedError,
@@ -264,7 +264,4 @@ def _cause(error: CheckpointException) -> str:
 def _finite_weights(model_parts: Iterable[nn.Module]) -> bool:
     """Return whether every parameter on every rank has a finite norm; call it on every rank."""
     weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
-    finite = torch.tensor(saving.all_finite(weights), dtype=torch.int32, device=weights[0].device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-    return bool(finite.item())
+    return first_rank_with(None if saving.all_finite(weights) else "not finite") is None

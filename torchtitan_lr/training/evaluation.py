@@ -8,7 +8,7 @@ are labels.
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,11 @@ from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan import IGNORE_INDEX
 
+Tokens = npt.NDArray[np.integer[Any]]
 
-class Document(NamedTuple):
-    """An encoded document or pair."""
-
-    tokens: npt.NDArray[np.integer[Any]]  # (n,), with those that surround a document in training
-    num_bytes: int = 0  # of its text in UTF-8; of a pair they are counted from its answers
-    targets: npt.NDArray[np.integer[Any]] | None = None  # for a pair (n,): 1 for answers' tokens
+Document = tuple[Tokens, int, Tokens | None]
+"""A document or a pair: ids (n,), with those that surround it in training; bytes of its text in
+UTF-8, 0 for a pair, whose answers are counted; 1 for the tokens of a pair's answers (n,)."""
 
 
 class EvaluationSet:
@@ -91,10 +89,10 @@ def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iter
     for text in reader.texts(held_out):
         if pairs is None:
             ids = np.array(tokenizer.encode(text, add_bos=True, add_eos=True), dtype=np.int64)
-            yield Document(ids, len(text.encode("utf-8", errors="replace")))
+            yield ids, len(text.encode("utf-8", errors="replace")), None
         else:
             pair = pairs.encode(text)
-            yield Document(np.maximum(pair, ~pair), 0, (pair >= 0).astype(np.int64))
+            yield np.maximum(pair, ~pair), 0, (pair >= 0).astype(np.int64)
 
 
 @torch.inference_mode()

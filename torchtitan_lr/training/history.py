@@ -16,9 +16,7 @@ TRAIN_LOSS = "loss_metrics/global_avg_loss"
 INTERVAL_LOSS = "interval_loss"  # mean of the steps since the one before it, or since a resume
 TOKENS_SEEN = "n_tokens_seen"  # of all ranks since the run's first step
 RATE = "lr"
-STEP_SECONDS = "time_metrics/end_to_end(s)"  # mean per step since the one before it
 TOKENS_PER_S = "throughput/tokens_per_s"  # of all ranks together
-TOKENS_PER_S_PER_DEVICE = f"{TOKENS_PER_S}_per_device"
 MFU = "mfu(%)"  # missing where the device's peak is unknown
 COMM_BYTES = "comm_bytes/"  # before a mesh dimension: bytes of rank 0's collectives
 
@@ -28,7 +26,6 @@ UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"  # of its tokens, nats pe
 VALIDATION_SECONDS = "validation_metrics/seconds"
 
 SUMMARY_FILE = "summary.json"
-CURVE_FILE = "curve.png"
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weig
         record, metadata = verified(step_dir), read_metadata(step_dir)
     except DamagedError as error:
         raise _no_checkpoint(step_dir, str(error)) from error
-    stored = metadata.state_dict_metadata
+    stored: dict[str, Any] = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
     model = {**record.states.get("model", {}), **model_fingerprint(args)}
     if assets_path:

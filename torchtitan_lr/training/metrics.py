@@ -288,9 +288,10 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             "loss_metrics/global_max_loss": global_max_loss,
             "grad_norm": grad_norm,
             history.TOKENS_PER_S: tps * self.parallel_dims.world_size,
-            history.TOKENS_PER_S_PER_DEVICE: tps,
+            f"{history.TOKENS_PER_S}_per_device": tps,
             "tflops": self.num_flops_per_token * tps / 1e12,
-            history.STEP_SECONDS: self.seconds / max(step - self._last_logged_step, 1),
+            # The mean per step since the logged one before.
+            "time_metrics/end_to_end(s)": self.seconds / max(step - self._last_logged_step, 1),
             "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / self.seconds,
             "memory/max_active(GiB)": memory.max_active_gib,
             "memory/max_reserved(GiB)": memory.max_reserved_gib,
@@ -347,7 +348,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         config, dims = self.job_config, self.parallel_dims
         file = Path(config.job.dump_folder) / history.SUMMARY_FILE
         records = history.read_history(self.history.path)
-        curve = file.with_name(history.CURVE_FILE)
+        curve = file.with_name("curve.png")
         what = config.job.description or f"{config.model.name} {config.model.flavor}"
         figures.draw_curve(records, curve, f"{what}, {described_layout(dims)}")
         summary = history.build_summary(records, step, peak.item(), checkpoint)

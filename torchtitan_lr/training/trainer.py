@@ -24,7 +24,7 @@ from torchtitan_lr.compat.process_groups import set_timeouts
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.console.log import console
-from torchtitan_lr.data.corpus import Batch
+from torchtitan_lr.data.corpus import Batch, moved
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
@@ -186,10 +186,7 @@ class Trainer(TitanTrainer):
         # 8. Read the verdict on the host.
         self.settle(data, verdict)
 
-        seconds = time.perf_counter() - began
-        self.metrics_processor.seconds += seconds
-        if self.job_config.compile.enable and self.step == self._first_step + 1:
-            console.info("The first step took %.1f s, with the compilation", seconds)
+        self.metrics_processor.seconds += time.perf_counter() - began
         if logs:
             self._log_step(data, verdict, rates)
 
@@ -217,48 +214,40 @@ class Trainer(TitanTrainer):
         if self.graph is not None:
             self.graph.begin(shapes_of(data.microbatches), eager)
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
-        tokens = torch.full((), data.global_tokens, device=self.device)
+        divisor = torch.full((), data.global_tokens, device=self.device)
         losses = []
-        for index, (input_dict, labels) in enumerate(data.microbatches):
+        for index, batch in enumerate(data.microbatches):
             last = index == len(data.microbatches) - 1
             synchronize_gradients(self.model_parts, last)
             if self.parallel_dims.pp_enabled:  # it synchronizes itself, at the end of its batch
                 self.pp_schedule.is_last_round = last
-            inputs = {**input_dict, "labels": labels}
-            inputs = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
-            inputs["tokens"] = tokens
+            tokens, labels, arguments = moved(batch, self.device)
+            inputs = {"tokens": tokens, "labels": labels, "divisor": divisor, **arguments}
             with self.gradients.micro_batch(last):
                 if self.graph is None:
-                    losses.append(self._one_pass(**inputs))
+                    losses.append(self.one_pass(**inputs))
                 else:
-                    losses.append(self.graph.run(self._one_pass, inputs, index == 0, last))
+                    losses.append(self.graph.run(self.one_pass, inputs, index == 0, last))
         # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
         return torch.stack(losses).sum(dtype=torch.float64)
 
-    def _one_pass(self, labels: Tensor, tokens: Tensor, **inputs: Tensor) -> Tensor:
-        return self.forward_backward_step(
-            input_dict=inputs, labels=labels, global_valid_tokens=tokens
-        ).detach()
-
-    def forward_backward_step(
-        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
+    def one_pass(
+        self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Tensor
     ) -> Tensor:
         """Run forward and backward of one micro-batch, through a pipeline if there is one.
 
-        Inputs and labels are (b, s), on the device. `global_valid_tokens` divides the loss. The
-        result is a scalar; 0 without the last pipeline stage.
+        Tokens and labels are (b, s), on the device. The result is the loss over `divisor`, a
+        scalar; 0 without the last pipeline stage.
         """
-        arguments = input_dict | loss_arguments(self.model_parts[0], labels)
-        tokens = arguments.pop("input")
+        arguments |= loss_arguments(self.model_parts[0], labels)
         with self.train_context():
             if self.parallel_dims.pp_enabled:
                 run = self.pp_schedule.forward_backward
-                return run(tokens, labels, global_valid_tokens, **arguments)
+                return run(tokens, labels, divisor, **arguments).detach()
             # No name keeps the model's output: its memory is free before backward.
-            loss = self.loss_fn(self.model_parts[0](tokens, **arguments), labels)
-            loss = loss / global_valid_tokens
+            loss = self.loss_fn(self.model_parts[0](tokens, **arguments), labels) / divisor
             loss.backward()
-        return loss
+        return loss.detach()
 
     def apply(self, verdict: Verdict) -> None:
         """Let the optimizers change the weights, unless the verdict rejects the step."""

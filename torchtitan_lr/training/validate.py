@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_lr.console.log import console
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import ValidationSet, moved
 from torchtitan_lr.data.prepare import open_rows
@@ -57,17 +56,14 @@ class Validator(BaseValidator):
 
     def should_validate(self, step: int) -> bool:
         """Validate every ``validation.freq`` steps and after the last; see ``first_step``."""
-        section, steps = self.job_config.validation, self.job_config.training.steps
-        # Upstream always validates after step 1, where the model is still untrained. Its own
-        # section has no such key.
-        first = step == 1 and getattr(section, "first_step", False)
-        return first or step % section.freq == 0 or step == steps
+        # Upstream always validates after step 1, where the model is still untrained.
+        section: Any = self.job_config.validation  # torchtitan's has no such key
+        first = step == 1 and section.first_step
+        return first or step % section.freq == 0 or step == self.job_config.training.steps
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
-        if self._entropy is None and self.job_config.compile.enable:
-            console.info("The first validation compiles the model once more, for no gradients")
         with self.validation_context():
             loss_sum, total = self._summed(model_parts)
         dataset = self.job_config.validation.dataset

@@ -84,12 +84,6 @@ REWRITES = (
         reason="A run stops after the step in which a signal arrives, and reports start and end.",
     ),
     Rewrite(
-        ours="torchtitan_lr.training.trainer:Trainer.forward_backward_step",
-        upstream="torchtitan.train:Trainer.forward_backward_step",
-        digest="22441cccc0dd",
-        reason="Every pipeline stage gets all arguments, and the pipeline divides its own loss.",
-    ),
-    Rewrite(
         ours="torchtitan_lr.training.checkpoint:CheckpointManager.load",
         upstream="torchtitan.components.checkpoint:CheckpointManager.load",
         digest="a739d1f02684",
