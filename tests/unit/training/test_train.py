@@ -11,9 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.reference.validation_loss import token_losses
+from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.support.corpora import write_corpus
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
 from torchtitan_lr.costs import step_traffic
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.verdict import NonFiniteError, Verdict
@@ -293,3 +296,40 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     assert record["time_metrics/end_to_end(s)"] == 10
     assert record["throughput/tokens_per_s_per_device"] == pytest.approx(48 / 10, rel=EXACT)
     assert record["time_metrics/data_loading(%)"] == pytest.approx(60, rel=EXACT)
+
+
+def test_validation_by_hand(tmp_path):
+    """Seven sequences in batches of two: the last one is half empty."""
+    texts = [f"{n} * {n} = {n * n}" for n in range(7)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    options = ["--validation.enable", "--validation.dataset=local", "--validation.steps=-1"]
+    options += [f"--validation.dataset_path={tmp_path}/a.jsonl"]
+    options += ["--validation.seq_len=8", "--validation.local_batch_size=2"]
+    with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
+        (model,) = trainer.model_parts
+        encode = build_tokenizer(trainer.job_config).encode
+        sequences = windows([encode(text, add_bos=True, add_eos=True) for text in texts], 8)
+        assert len(sequences) % 2 == 1
+        trainer.validator.validate([model], 3)
+        (record,) = history(trainer)
+        losses = sequence_losses(on_cpu(model), sequences)
+    found = {name.partition("/")[2]: value for name, value in record.items()}
+    mean = losses.mean().item()
+    assert found["loss"] == trainer.validator.last_loss == pytest.approx(mean, rel=EXACT)
+    assert found["perplexity"] == pytest.approx(math.exp(mean), rel=EXACT)
+    assert found["tokens"] == losses.numel() and model.training
+    # The control: the mean of the batches' means is another number.
+    assert abs(torch.stack([b.mean() for b in losses.split(2)]).mean() / mean - 1) > 1e-6
+
+
+def test_a_validation_set_without_a_label_is_refused_in_one_line(tmp_path):
+    """Of pairs whose answers lie behind the sequence length, say."""
+    masks = [[[1] * 90], [[0] * 9] * 3]
+    write_corpus(tmp_path / "corpus", [[[1] * 90]], [[[2] * 9] * 3], masks=masks)
+    options = ["--training.dataset=prepared", f"--training.dataset_path={tmp_path}/corpus"]
+    options += ["--validation.enable", "--validation.steps=-1", "--validation.seq_len=8"]
+    options.append("--validation.local_batch_size=1")
+    refused = pytest.raises(ConfigError, match=r"^validation.dataset: got .* is ignored")
+    with tiny_trainer(tmp_path, *RECIPE, *options) as trainer, refused:
+        trainer.validator.validate(trainer.model_parts, 3)
