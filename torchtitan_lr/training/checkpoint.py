@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_lr.agreement import first_rank_with, from_first_rank
 from torchtitan_lr.checkpoints import folders, safe_metadata, saving
@@ -36,7 +36,6 @@ from torchtitan_lr.checkpoints.record import (
     describe,
     start_of,
 )
-from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import RunFailedError
@@ -74,11 +73,6 @@ class CheckpointManager(TitanCheckpointHooks):
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         super().__init__(checkpoint_config=checkpoint_config, **parts)
-        self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
-        if self.enable_staging:
-            # In this mode upstream waits for what a stager copies, and takes any stager.
-            self.async_mode = AsyncMode.ASYNC_WITH_PINNED_MEM
-            self.stager = BackgroundStager()  # type: ignore[abstract]  # torch's has a body
 
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""
@@ -92,7 +86,7 @@ class CheckpointManager(TitanCheckpointHooks):
         due = self.is_due(curr_step, last_step)
         super().save(curr_step, last_step)
         if due:
-            in_background = self.enable_staging and not last_step
+            in_background = self.async_mode != AsyncMode.DISABLED and not last_step
             how = "started in the background" if in_background else "saved"
             folder, seconds = self.checkpoint_folder(curr_step), time.perf_counter() - started
             console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
@@ -129,11 +123,17 @@ class CheckpointManager(TitanCheckpointHooks):
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
         os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
+        way = AsyncCheckpointerType.THREAD
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            # torch's stager, whose memory a process can share, does not wait for the step itself.
+            torch.accelerator.current_stream().synchronize()
+            way = AsyncCheckpointerType.PROCESS
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
             planner=saving.SavePlanner(),
             process_group=self.pg,
+            async_checkpointer_type=way,
             async_stager=self.stager,
         )
 
@@ -186,7 +186,7 @@ class CheckpointManager(TitanCheckpointHooks):
             assert record is not None
             check_start(start, record, self.identity, self._dump_folder)
             metadata = saving.read_once(safe_metadata.read_metadata, folder)
-            safe_metadata.load(states, folder, metadata=metadata)
+            safe_metadata.load(states, folder, metadata)
         except (DamagedError, CheckpointException) as error:  # the latter is no Exception
             cause = error if isinstance(error, DamagedError) else _cause(error)
             want = f"a whole one of this model ({cause})"

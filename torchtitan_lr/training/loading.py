@@ -109,7 +109,7 @@ def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weig
         dtype = stored["tok_embeddings.weight"].properties.dtype
         shapes = model_shapes(args).items()
         weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes}
-        load(weights, step_dir, no_dist=True, metadata=metadata)
+        load(weights, step_dir, metadata)
     # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
     # derives from BaseException.
     except (Exception, CheckpointException) as error:

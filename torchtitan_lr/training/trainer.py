@@ -102,8 +102,6 @@ class Trainer(TitanTrainer):
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
-            for compressor in self._residuals.compressors:
-                compressor.before_writing = self.checkpointer.maybe_wait_for_staging
         self.build_step()
 
     def build_step(self) -> None:

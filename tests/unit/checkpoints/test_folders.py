@@ -3,12 +3,12 @@
 
 import multiprocessing
 import os
-import resource
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.support.full_disk import files_of_at_most
 from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free, unfinished, write_whole
 from torchtitan_lr.errors import describe_error
 from torchtitan_lr.training.figures import finish, new_figure
@@ -16,22 +16,16 @@ from torchtitan_lr.training.figures import finish, new_figure
 
 @pytest.mark.parametrize("kind", ["text", "picture"])
 def test_the_error_names_the_file_and_the_old_one_stays(tmp_path, kind):
-    path = tmp_path / "result"
+    path = tmp_path / "result.png"
     path.write_text("old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))  # of each file, in bytes
-    try:
-        with pytest.raises(OSError, match="File too large") as found:
-            if kind == "text":
-                write_whole(path, "new" * 1000)
-            else:
-                finish(new_figure(), tmp_path / "picture.png")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    named = path if kind == "text" else tmp_path / "picture.png"
-    assert describe_error(found.value) == f"error: {named}: File too large"
+    with files_of_at_most(256), pytest.raises(OSError, match="File too large") as found:
+        if kind == "text":
+            write_whole(path, "new" * 1000)
+        else:
+            finish(new_figure(), path)
+    assert describe_error(found.value) == f"error: {path}: File too large"
     if kind == "text":
-        assert path.read_text() == "old" and os.listdir(tmp_path) == ["result"]
+        assert path.read_text() == "old" and os.listdir(tmp_path) == ["result.png"]
 
 
 @pytest.mark.parametrize("exists", [True, False])
