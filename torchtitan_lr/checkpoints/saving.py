@@ -32,6 +32,8 @@ from torch.futures import Future
 from torchtitan_lr.agreement import first_rank_with, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints.folders import BEGUN, METADATA, STEP_FILE
 from torchtitan_lr.checkpoints.record import DamagedError, Record, Sum, describe, read_step
+from torchtitan_lr.compat.dispatch import tree_map_only
+from torchtitan_lr.compat.dtensor import local_part, with_local_part
 from torchtitan_lr.config.files import file_within, open_regular
 
 T = TypeVar("T")
@@ -52,6 +54,16 @@ class StepWriter(FileSystemWriter):
         self.fs: _SummingFileSystem = _SummingFileSystem()
         self.fs.sums = {}
         self._record, self._weights = record, frozenset(weights)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy on the host for a background save."""
+
+        # torch's own fails where a rank's part of a tensor is empty.
+        def copied(tensor: Tensor) -> Tensor:
+            return with_local_part(tensor, local_part(tensor).detach().to("cpu", copy=True))
+
+        staged: dict[str, Any] = tree_map_only(Tensor, copied, state_dict)
+        return staged
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; the result includes their sizes and checksums."""

@@ -26,6 +26,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor like another one, with another local part; ``part`` for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return part
+    # The public `DTensor.from_local` moves the part to the mesh's device, and a copy on the host
+    # must stay there.
+    return DTensor(part, tensor._spec, requires_grad=False)
+
+
 def local_slice(
     full: Tensor,
     mesh_shape: tuple[int, ...],

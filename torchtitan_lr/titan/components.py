@@ -14,7 +14,6 @@ from torchtitan.components.checkpoint import AsyncMode as AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint import ModelWrapper as ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader as BaseDataLoader
-from torchtitan.components.dataloader import DataloaderExhaustedError as DataloaderExhaustedError
 from torchtitan.components.lr_scheduler import LRSchedulersContainer as LRSchedulersContainer
 from torchtitan.components.lr_scheduler import build_lr_schedulers as build_lr_schedulers
 from torchtitan.components.metrics import BaseLogger as BaseLogger

@@ -23,7 +23,6 @@ from torchtitan_lr.errors import ConfigError, RunFailedError, require
 from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.base import ParallelDims
-from torchtitan_lr.titan.components import DataloaderExhaustedError
 
 
 class Counts(NamedTuple):
@@ -70,7 +69,7 @@ class StepReader:
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Return a step's data: those read ahead, or else read here and summed here.
 
-        One that some rank could not read is a `BadDataError` on all; the end of the data likewise.
+        One that some rank could not read is a `BadDataError` on all.
         """
         data, sums = self._next, Counts(*self.next_sums) if self.next_sums else None
         # Data that ended while they were read ahead may go on here, in another iterator.
@@ -82,8 +81,6 @@ class StepReader:
                 dist.all_reduce(found)
                 sums = Counts(*found.tolist())
         self._next, self.next_sums = None, ()
-        if sums.ended:
-            raise DataloaderExhaustedError
         if sums.failed:
             problem = first_rank_with(data.problem)
             assert problem is not None  # one of them has counted its own
@@ -103,7 +100,7 @@ class StepReader:
                 microbatches.append(own_tokens(next(data_iterator), self._context))
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
-            ended = True
+            problem, ended = "the data have ended", True
         except (ConfigError, RuntimeError) as error:  # a worker process raises a RuntimeError
             problem = str(error)
         tokens = sum(int((labels.numpy() != IGNORE_INDEX).sum()) for _, labels in microbatches)

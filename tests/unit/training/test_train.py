@@ -18,7 +18,6 @@ from torchtitan_lr.costs import step_traffic
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.verdict import NonFiniteError, Verdict
 
 LR, EPS, DECAY = 1e-2, 1e-3, 0.1
@@ -184,21 +183,6 @@ def test_a_batch_without_labels_is_named(trainer, caplog):
     assert history(trainer)[-1][LARGEST] is not None
     with pytest.raises(NonFiniteError, match="step 3: the global batch has no valid label"):
         step(trainer, nothing)
-
-
-def test_a_step_whose_data_have_ended_is_left_out(trainer):
-    """What was read ahead counts with its step alone."""
-    data = [batch for seed in range(3) for batch in microbatches(seed)][:-1]
-    batches = iter(data)
-    for tokens in (48, 96):
-        trainer.step += 1
-        trainer.train_step(batches)
-        assert trainer.ntokens_seen == trainer.dataloader.position * 8 == tokens
-    before = parameters(trainer.model_parts[0])
-    with pytest.raises(DataloaderExhaustedError):
-        trainer.train_step(batches)
-    assert_equal(parameters(trainer.model_parts[0]), before)
-    assert trainer.ntokens_seen == trainer.dataloader.position * 8 == 96
 
 
 def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, monkeypatch):
