@@ -41,7 +41,8 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     for line in filter(bytes.strip, lines):
         try:
             record = parse_json(line.decode())
-            if type(record["step"]) is not int or not is_number(record["step"]):
+            numbers = all(is_number(value) for value in record.values() if value is not None)
+            if type(record["step"]) is not int or not numbers:
                 raise ValueError("step")
         except (ValueError, KeyError):
             logging.getLogger().warning("%s: skipping a damaged line: %.40r", path, line)
