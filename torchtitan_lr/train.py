@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Entry point of every rank.
+"""Entry point of every rank: check, train, record how it ended. `training.trainer` has the run.
 
 Start it with ``torchtitan-lr train`` or with ``torchrun -m torchtitan_lr.train
 --job.config_file FILE``.
@@ -45,7 +45,7 @@ from torchtitan_lr.training.verdict import NonFiniteError
 
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
-    """Train with the configuration of the command line; return `EXIT_STATUS` of how it ended."""
+    """Train with the configuration of the command line; return the status of how it ended."""
     init_console()
     began = time.time()
     with ExitStack() as until:
@@ -60,9 +60,6 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     """Return the configuration, which can run on these ranks, and the signature of its lock.
 
     Rank 0 holds the lock as long as ``until``, unless the launcher does.
-
-    Raises:
-        ConfigError: It cannot run, or another job uses its folder.
     """
     config = build_job_config(argv)
     init_console(config.metrics.verbose)
@@ -72,7 +69,6 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     # A machine that has lost one: restarts would fail in the same way.
     want = f"less than {devices}, the number of GPUs that this rank sees"
     require(not devices or local < devices, "LOCAL_RANK", local, want)
-
     folder = config.job.dump_folder
 
     def check() -> str:
@@ -109,14 +105,14 @@ def checked_once(check: Callable[[], str], prepare: Callable[[], dict[str, str]]
 
 def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) -> int:
     """Train in a folder that is this job's, and record how the run ends; return its status."""
-    record = partial(record_state, config.job.dump_folder, signed, began)
+    folder = config.job.dump_folder
+    record = partial(record_state, folder, signed, began)
     trainer: Trainer | None = None
     try:
         trainer = trainer_class(config)
         if os.environ.get("RANK", "0") == "0":
-            trainer.checkpointer.before_save = partial(check_ours, config.job.dump_folder, signed)
+            trainer.checkpointer.before_save = partial(check_ours, folder, signed)
         trainer.before_start = partial(record, run_state.RUNNING)
-        trainer.more_summary = partial(sent, config, trainer.parallel_dims.world_size)
         trainer.train()
         state, why = run_state.FINISHED, ""
         if trainer.stopped_by:
@@ -139,10 +135,11 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
 
 def tell(error: Exception) -> tuple[str, str]:
     """Print why this rank fails, and leave it for torchrun's report; return the state and why."""
-    state = run_state.REFUSED if isinstance(error, ConfigError) else run_state.FAILED
-    state = run_state.DIVERGED if isinstance(error, NonFiniteError) else state
-    why = str(error) if isinstance(error, ConfigError) else describe_error(error)
-    if why is None:  # only a bug raises it
+    state = run_state.DIVERGED if isinstance(error, NonFiniteError) else run_state.FAILED
+    why = describe_error(error)
+    if isinstance(error, ConfigError):
+        state, why = run_state.REFUSED, str(error)
+    elif why is None:  # only a bug raises it
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
     elif state == run_state.FAILED:
@@ -156,7 +153,7 @@ def tell(error: Exception) -> tuple[str, str]:
 
 
 def record_state(
-    dump_folder: str,
+    folder: str,
     signed: str,
     began: float,
     state: str,
@@ -164,24 +161,15 @@ def record_state(
     rank: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Record the run's state: rank 0, and of a failure whichever rank has it first.
-
-    Raises:
-        ConfigError: The folder is no longer this run's; not for a failure, which is told already.
-    """
+    """Record the run's state: rank 0, and of a failure whichever rank has it first."""
     here = int(os.environ.get("RANK", "0"))
-    if here == 0 or state in run_state.FAILURES:
+    fails = state in run_state.FAILURES
+    if here == 0 or fails:
         rank = here if state == run_state.FAILED and rank is None else rank
-        with suppress(ConfigError) if state in run_state.FAILURES else nullcontext():
-            check_ours(dump_folder, signed)
-            run_state.write_state(dump_folder, state, error, rank, step, began)
-
-
-def sent(config: Any, ranks: int) -> dict[str, int]:
-    """Return `sent_per_step`; its room is imported at the end of a run, on one rank."""
-    from torchtitan_lr.costs.step_traffic import sent_per_step
-
-    return sent_per_step(config, ranks)
+        # A folder that is no longer this run's ends it, unless another error has.
+        with suppress(ConfigError) if fails else nullcontext():
+            check_ours(folder, signed)
+            run_state.write_state(folder, state, error, rank, step, began)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 Checked are the parts of a step from forward to the optimizer, and the four phases of a codec. Not
 checked, since these wait today:
 
-- `Step.settle` waits for the verdict, after the step is queued;
+- `Trainer.settle` waits for the verdict, after the step is queued;
 - Adam that is not fused reads the verdict before it steps;
 - what a logged step reads.
 
@@ -12,6 +12,7 @@ The refreshes of TSR-Adam are checked without replicas; these compare their base
 result after the step (`TSRAdam.settle`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr import stack
-from torchtitan_lr.training.step import Step
+from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.trainer import Trainer
 from torchtitan_lr.training.verdict import Findings, Verdict
 
@@ -123,13 +124,16 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
 
         return run
 
-    queued = ("backward", "finish_sums", "read_ahead", "decide", "clip", "apply")
-    for name in queued:
-        monkeypatch.setattr(Step, name, watched(name, getattr(Step, name)))
+    owners: dict[str, Any] = {"backward": trainer, "apply": trainer, "decide": trainer_module}
+    owners |= {"finish_sums": trainer.gradients, "clip": trainer.gradients}
+    owners["read_next"] = trainer.reader
+    for name, owner in owners.items():
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     trainer.step = 3
     trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
-    assert calls == Counter(queued)
-    assert len(trainer.running_step.data.microbatches) == MICRO_BATCHES
+    # Here the step reads its own data too.
+    assert calls == Counter([*owners, "read_next"])
+    assert trainer.dataloader.microbatches == MICRO_BATCHES
     assert all(p.device.type == device.type for p in trainer.model_parts[0].parameters())
 
 
@@ -144,7 +148,7 @@ def _forget_values(trainer: Trainer) -> None:
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
-    trainer.rates, trainer.running_step = trainer.build_rates(), trainer.build_step()
+    trainer.build_step()
     if hasattr(trainer.optimizers, "gradients"):
         for optimizer in trainer.optimizers:
             optimizer.steps += 1
@@ -157,7 +161,7 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The copy of a tensor without values, and what the host reads of it after the step.
     monkeypatch.setattr(HostCopy, "_start", lambda copy: None)
-    findings = Findings(rejected=False, norm=1.0, bad_ranks=0, stop=False, loss_is_finite=True)
+    findings = Findings(False, 1.0, 0, False, (), loss_is_finite=True, depth=math.inf)
     monkeypatch.setattr(Verdict, "read", lambda verdict: findings)
     # The kernel is queued like any other; torch lists only devices with values for it.
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)

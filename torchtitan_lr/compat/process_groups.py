@@ -157,14 +157,6 @@ def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def least_of_all(number: int) -> int:
-    """Return the least of all ranks' numbers; call it on every rank."""
-    # The backend decides the device; torch chooses it in the same way for pickled objects.
-    least = torch.tensor(number, device=dist.distributed_c10d._get_object_coll_device())
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
-
-
 def group_name_of(group: Any) -> str:
     """Return the name of a dispatched collective's group; a `second_group` has the first's name."""
     # A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which

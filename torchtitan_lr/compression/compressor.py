@@ -94,8 +94,6 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.exchanges = 0
         self.measuring = False  # whether the next exchange also counts
         self.counts: Tensor | None = None  # the last ones, fp64 (3,)
-        # Called before an exchange writes to the residual, which a checkpoint may be copying.
-        self.before_writing: Callable[[], None] = lambda: None
         self.residual = torch.zeros(ranks, owned, dtype=torch.float32, device=device)
         # Written by an exchange; swapped with the residual by commit.
         self._spare = torch.empty_like(self.residual) if revocable else self.residual
@@ -209,8 +207,6 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             # The sums go back in bf16 too, and their owner owes what that rounds off.
             total = total.bfloat16()
             unsent[self.group.rank()] += decoded.total - total
-        if self._spare is self.residual:
-            self.before_writing()
         # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
         # the residual it would ruin all later steps, so the old residual stays.
         self._spare.copy_(torch.where(unsent.isfinite(), unsent, pending))

@@ -93,7 +93,7 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    `torchtitan_lr.checkpoints.resume` applies it.
+    `torchtitan_lr.checkpoints.record` applies it.
     """
 
     FREE = "free"  # it changes no number

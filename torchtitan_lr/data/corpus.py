@@ -506,5 +506,5 @@ class ValidationSet:
 
 def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return tokens (b, s), labels (b, s) and the model's other arguments on a device."""
-    inputs = {name: value.to(device) for name, value in batch[0].items()}
-    return inputs.pop("input"), batch[1].to(device), inputs
+    inputs = {name: value.to(device, non_blocking=True) for name, value in batch[0].items()}
+    return inputs.pop("input"), batch[1].to(device, non_blocking=True), inputs

@@ -25,11 +25,11 @@ class StoredGradients:
     They are in ``parameter.grad`` before backward ends. An optimizer that sums over the replicas
     itself has an object with the same methods in their place: `TSRAdam`.
 
-    `training.step.Step` calls the methods in their order here, `micro_batch` once per micro-batch,
+    `Trainer.train_step` calls the methods in their order here, `micro_batch` once per micro-batch,
     all of them on every rank. Weights, moments and counters change between `clip` and `settle`
     alone, in the optimizers' own ``step``. An optimizer that leaves a rejected step out by itself
     may communicate there: its ``step`` is called on every rank in a rejected step too
-    (``step_unless`` in ``training/step.py``).
+    (`training.verdict.step_unless`).
     """
 
     model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)

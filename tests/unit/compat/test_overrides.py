@@ -50,11 +50,6 @@ REWRITES = [  # ours, upstream's, first digits of the SHA-256 of upstream's sour
     ("training.trainer:Trainer.train_step", "train:Trainer.train_step", "471795acb90b"),
     # A run stops after the step in which a signal arrives, and reports start and end.
     ("training.trainer:Trainer.train", "train:Trainer.train", "6d9a39ca1238"),
-    # Every pipeline stage gets all arguments, and the pipeline divides its own loss.
-    (
-        "training.trainer:Trainer.forward_backward_step",
-        *("train:Trainer.forward_backward_step", "22441cccc0dd"),
-    ),
     # A damaged or incomplete step is not loaded; later steps are renamed.
     (
         "training.checkpoint:CheckpointManager.load",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lr.optim.containers import NamedOptimizers, adam_with_state
-from torchtitan_lr.training.step import step_unless
+from torchtitan_lr.training.verdict import step_unless
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_a_signal_stops_after_the_very_step_it_arrived_in(tmp_path):
     with tiny_trainer(tmp_path, *OPTIONS) as trainer:
         step(trainer)
         trainer.model_parts[0].register_forward_hook(
-            lambda *_: setattr(trainer._stop, "name", "SIGTERM")
+            lambda *_: setattr(trainer.stop, "name", "SIGTERM")
         )
         assert trainer.stopped_by is None
         step(trainer)
