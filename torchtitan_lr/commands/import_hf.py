@@ -21,24 +21,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.export import add_out, check_out
-from torchtitan_lr.commands.parser import (
-    OneLineParser,
-    add_extension,
-    add_text_column,
-    check_at_least,
-)
+from torchtitan_lr.commands import parser as common
 from torchtitan_lr.errors import escaped
 
-DTYPES = ("float32", "bfloat16")
 
-
-def add_arguments(parser: OneLineParser) -> None:
+def add_arguments(parser: common.OneLineParser) -> None:
     """Add the folders and the options."""
     parser.add_argument(
         "folder", metavar="DIR", help="a Hugging Face LLaMA (a folder, OWNER/NAME), or an export"
     )
-    add_out(parser)
+    common.add_out(parser)
     parser.add_argument("--family", help="full or svd; default: the model's own")
     parser.add_argument("--rank", type=int, help="svd: rank of every factorised linear")
     parser.add_argument(
@@ -49,22 +41,19 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--calibration_tokens", type=int, default=65536, help="tokens of it to read at most"
     )
-    add_text_column(parser)
+    common.add_text_column(parser)
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer; default: DIR")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="precision written; default: the files', at least float32"
-    )
-    parser.add_argument(
-        "--device", default="", help="svd: where to compute; default: cuda where there is one"
-    )
-    add_extension(parser)
-    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
+    precision = "precision written; default: the files', at least float32"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=precision)
+    common.add_device(parser)
+    common.add_extension(parser)
+    common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint; return the exit status."""
-    check_out(args)
-    check_at_least(args, calibration_tokens=1)
+    common.check_out(args.out, "OUT")
+    common.check_at_least(args, calibration_tokens=1)
     from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.import_hf import import_folder
 

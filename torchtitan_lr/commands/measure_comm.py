@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.start import place_run, report_from_rank, run_on_ranks
+from torchtitan_lr.experiments.start import place_run, report_from_rank, run_on_ranks
 
 if TYPE_CHECKING:
     from torchtitan_lr.costs.described_run import Run

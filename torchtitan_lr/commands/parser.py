@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_lr.checkpoints.folders import is_free
 from torchtitan_lr.config.paths import find_config, near_configs, user_path
-from torchtitan_lr.errors import ConfigError, describe_error, escaped
+from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -123,21 +124,49 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {escaped(message)}\n")
 
 
-def refuse_torchrun() -> None:
-    """Refuse several ranks, for commands that read a model in one process.
+def add_config(parser: OneLineParser) -> None:
+    """Add CONFIG, which overrides may follow."""
+    parser.takes_overrides = True
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
 
-    Raises:
-        ConfigError: torchrun started this process.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("torchrun", "several ranks", "one process; to serve a model, export it")
+
+def add_model(parser: OneLineParser) -> None:
+    """Add CHECKPOINT and the device, for commands that compute with a model in one process."""
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a run's folder (its newest step), a step's or an export's",
+    )
+    add_device(parser)
+    add_extension(parser)
+
+
+def add_device(parser: OneLineParser) -> None:
+    """Add ``--device``."""
+    parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
 
 
 def add_text_column(parser: OneLineParser) -> None:
     """Add ``--text_column``, for commands that read text by its path."""
     parser.add_argument(
-        "--text_column", default="text", help="key of the text in .jsonl and .parquet"
+        "--text_column", default="text", help="key of the text in .jsonl, .parquet and the Hub"
     )
+
+
+def add_json(parser: OneLineParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+
+
+def add_out(parser: OneLineParser) -> None:
+    """Add the output folder as the second argument."""
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new or empty folder")
+
+
+def check_out(out: Path, key: str) -> None:
+    """Refuse an output folder that holds something."""
+    require(is_free(out), key, str(out), "a folder that is empty or new")
 
 
 def add_extension(parser: OneLineParser) -> None:
@@ -151,11 +180,26 @@ def add_extension(parser: OneLineParser) -> None:
     )
 
 
-def check_toml(path: str, name: str = "CONFIG") -> None:
+def begin_model(args: argparse.Namespace) -> None:
+    """Import the module of `add_extension`, in the only process.
+
+    Raises:
+        ConfigError: torchrun started this process, or the module cannot be imported.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("torchrun", "several ranks", "one process; to serve a model, export it")
+    from torchtitan_lr.config.build import import_extension
+
+    import_extension(args.custom_import)
+
+
+def check_toml(path: str) -> None:
     """Refuse a configuration file that does not exist."""
     if not Path(find_config(path)).is_file():
         near = near_configs(path)
-        raise ConfigError(name, path, "a TOML file" + (f": did you mean {near}?" if near else ""))
+        raise ConfigError(
+            "CONFIG", path, "a TOML file" + (f": did you mean {near}?" if near else "")
+        )
 
 
 def check_at_least(args: argparse.Namespace, **minima: float) -> None:

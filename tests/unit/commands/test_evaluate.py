@@ -50,12 +50,11 @@ def by_hand(step, texts, seq_len):
 
 
 @pytest.mark.parametrize("seq_len", [0, 24])
-def test_loss_perplexity_and_bits_per_byte(step, texts, tmp_path, capsys, seq_len):
+def test_loss_perplexity_and_bits_per_byte(step, texts, capsys, seq_len):
     usual = (step, "--corpus", "local", "--path", texts, "--device", "cpu", "--seq_len", seq_len)
-    status, out, _ = command(capsys, *usual, "--json", "--out", tmp_path / "out.json")
+    status, out, _ = command(capsys, *usual, "--json")
     assert status == 0
     found = json.loads(out)
-    assert json.loads((tmp_path / "out.json").read_text()) == found
     kept = [text for text in TEXTS if text]
     total, count = by_hand(step, kept, seq_len or 64)
     size = sum(len(text.encode()) for text in kept)
@@ -98,10 +97,6 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     ("options", "line"),
     [
         (["--corpus", "local"], "--path: got None"),
-        (
-            ["--parallelism.tensor_parallel_degree=2"],
-            "got '--parallelism.tensor_parallel_degree=2'",
-        ),
         (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),
         (["--documents", "2"], "--documents: got 2, expected a --corpus beside it"),
         (["--corpus", "python_stdlib", "--device", "abacus"], "--device: got 'abacus'"),

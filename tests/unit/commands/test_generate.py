@@ -11,7 +11,7 @@ from tests.commands import ROOT, Command
 from tests.support.run_folders import loaded, rewrite_record, run_record, write_run
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checkpoints.saving import write_record
-from torchtitan_lr.commands.chat import converse
+from torchtitan_lr.commands.generate import converse
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.folders import read_any
 from torchtitan_lr.hf.generation import Settings, _Text, build_generator
@@ -34,10 +34,6 @@ def test_the_command_continues_the_prompt(tmp_path, capsys):
     fields = {"new_tokens": 5, "end": "length"}  # those of --prompts
     assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")} | fields
     assert command(capsys, *options, "--device", "cpu", "--seed", 1)[1] != out
-
-
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
@@ -122,8 +118,6 @@ def test_a_chat_continues_the_tokens_of_training(tmp_path, capsys, monkeypatch, 
         wanted.append(tokenizer.decode(new))
         text += wanted[-1] + "<|end_of_text|>"
     assert out == "".join(f"{answer}\n" for answer in wanted)
-    refused = command(capsys, tmp_path, "--chat", "--json")
-    assert refused[0] == 2 and "--json" in refused[2]
 
 
 def rendered(tokenizer, text, begins):
@@ -154,9 +148,9 @@ def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
     texts = ["import os", "def main(argv):\n    return", "x", "class A: pass"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
     usual = (step, "--device", "cpu", "--max_new_tokens", 6, "--seed", 4)
-    out = tmp_path / "out.jsonl"
-    assert command(capsys, *usual, "--prompts", tmp_path / "a.jsonl", "--out", out) == (0, "", "")
-    found = records(out)
+    status, said, err = command(capsys, *usual, "--prompts", tmp_path / "a.jsonl")
+    found = [json.loads(line) for line in said.splitlines()]
+    assert (status, err) == (0, "")
     assert [record["prompt"] for record in found] == texts
     # Each is what the prompt alone gives.
     for index, record in enumerate(found):
@@ -168,18 +162,12 @@ def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     status, said, _ = command(capsys, *usual, "--prompts", "-")
     assert status == 0 and [json.loads(line) for line in said.splitlines()] == found
-
-
-def test_texts_end_at_stop_strings(tmp_path, capsys):
-    step, _ = write_run(tmp_path, "cola")
-    usual = (step, "--device", "cpu", "--prompts", tmp_path / "p.txt", "--max_new_tokens", 12)
-    (tmp_path / "p.txt").write_text("import os\n")
-    (free,) = map(json.loads, command(capsys, *usual)[1].splitlines())
-    continuation = free["text"].removeprefix("import os")
+    continuation = found[0]["text"].removeprefix(texts[0])
     middle = continuation[len(continuation) // 2 :][:3]
-    (cut,) = map(json.loads, command(capsys, *usual, "--stop", middle)[1].splitlines())
-    assert cut["end"] == "stop_string" and cut["new_tokens"] < 12
-    assert cut["text"] == "import os" + continuation[: continuation.index(middle)]
+    monkeypatch.setattr("sys.stdin", io.StringIO(texts[0]))
+    cut = json.loads(command(capsys, *usual, "--prompts", "-", "--stop", middle)[1])
+    assert cut["end"] == "stop_string"
+    assert cut["text"] == texts[0] + continuation[: continuation.index(middle)]
 
 
 def test_several_ranks_are_refused(capsys, monkeypatch):
@@ -187,21 +175,6 @@ def test_several_ranks_are_refused(capsys, monkeypatch):
     for ask, options in ((command, ["--prompt", "a"]), (Command("evaluate").ask, [])):
         status, _, err = ask(capsys, "run", *options)
         assert status == 2 and "to serve a model, export it" in err
-
-
-def test_prompts_are_not_overwritten_and_pipes_not_waited_for(tmp_path, capsys):
-    step, _ = write_run(tmp_path, "cola")
-    prompts, pipe = tmp_path / "p.txt", tmp_path / "pipe"
-    prompts.write_text("import os\n")
-    (tmp_path / "link").symlink_to(prompts)
-    os.mkfifo(pipe)
-    for options, line in (
-        (("--prompts", prompts, "--out", tmp_path / "link"), "--out: got "),
-        (("--prompts", pipe), f"--prompts: got '{pipe}', expected a file in UTF-8 or -"),
-    ):
-        status, _, err = command(capsys, step, *options)
-        assert status == 2 and err.startswith(f"error: {line}") and err.count("\n") == 1
-    assert prompts.read_text() == "import os\n"
 
 
 @pytest.mark.parametrize(
@@ -223,20 +196,19 @@ def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, text, pa
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        (["--temperature", "1e-30"], "--temperature"),  # fp32 has no logits divided by it
-        (["--out", "nowhere/x.jsonl"], "--out"),
+        (["--prompt", "a", "--temperature", "1e-30"], "--temperature"),
         (["--prompt", "bytes \udcff that are no UTF-8"], "--prompt"),
-        (["--device", "abacus"], "--device"),
-        (["--training.steps=4"], "training.steps"),
+        (["--prompt", "a", "--device", "abacus"], "--device"),
+        (["--prompt", "a", "--training.steps=4"], "training.steps"),
+        (["--prompts", "PIPE"], "--prompts"),
     ],
 )
 def test_refusals(tmp_path, capsys, options, key):
-    step, _ = write_run(tmp_path, "cola")
-    prompt = [] if "--prompts" in options else ["--prompt", "a"]
-    status, out, err = command(capsys, step, *prompt, *options)
+    os.mkfifo(tmp_path / "pipe")  # which is not waited for
+    options = [str(tmp_path / "pipe") if option == "PIPE" else option for option in options]
+    status, out, err = command(capsys, tmp_path, *options)
     assert (status, out) == (2, "")
-    assert key in err
-    assert err.count("\n") == 1, err
+    assert key in err and err.count("\n") == 1, err
 
 
 TEXT = "    for café in naïve 🚀🚀:\n\n\treturn 一二三\n"

@@ -1,43 +1,33 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The runs of a scaling experiment as points of a sweep: models, lengths and learning rates.
+"""The runs of an experiment as points of a sweep: models, lengths and learning rates.
 
 Rates are searched at the first budget and seed of a size; points follow from known losses.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, product
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-
-import numpy as np
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError, one_of, require
-from torchtitan_lr.scaling.experiment import Experiment
-from torchtitan_lr.scaling.start import place_run
-from torchtitan_lr.scaling.sweep import Point, refuse_keys
+from torchtitan_lr.experiments.experiment import Experiment
+from torchtitan_lr.experiments.points import OWN_KEYS, Point, refuse_keys
+from torchtitan_lr.experiments.start import place_run
 
-EXPERIMENT_KEYS = dict.fromkeys(
-    [
-        *("job.dump_folder", "job.config_file", "model.name", "model.flavor", "training.steps"),
-        *("lr_scheduler.warmup_steps", "optimizer.lr", "debug.seed", "validation.freq"),
-        *("metrics.wandb_group", "metrics.wandb_run_name", "metrics.wandb_tags"),
-    ],
-    "the experiment sets it for each run",
+EXPERIMENT_KEYS = (
+    *(*OWN_KEYS, "model.name", "model.flavor", "training.steps", "lr_scheduler.warmup_steps"),
+    *("optimizer.lr", "debug.seed", "validation.freq", "metrics.wandb_tags"),
 )
-"""Keys that cannot be overridden, and why."""
+"""Keys that the experiment sets for each run."""
 
 WARMUP = 0.1  # share of the steps in which the learning rate grows
 WIDENED = 8  # rates by which a search goes beyond either end of its grid, before it is given up
 
-Rates = Mapping[tuple[str, str], float | None]
-"""Learning rate by family and size; None while it is unknown, or if a search is given up."""
-
-
-Searches = Mapping[tuple[str, str], list[Point]]
-"""The points that search a learning rate, by family and size."""
+Pair = tuple[str, str]
+"""A family and a size."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +40,20 @@ class Cost:
     tokens_per_step: int  # tokens of all ranks per optimizer step
 
 
+@dataclass
+class Searched:
+    """What the known losses say of the searches."""
+
+    points: list[Point] = field(default_factory=list)  # of the searches, with or without a result
+    # The chosen learning rates; None while it is unknown, or if a search is given up
+    rates: dict[Pair, float | None] = field(default_factory=dict)
+    edges: list[str] = field(default_factory=list)  # the searches that are given up
+
+
 def rate_at(grid: Sequence[float], place: int) -> float:
     """Return a rate of a grid; places beyond its ends go on with the ratio of its last two."""
     if 0 <= place < len(grid):
         return grid[place]
-    if len(grid) == 1:
-        return grid[0]
     end, beside, far = (0, 1, -place) if place < 0 else (-1, -2, place - len(grid) + 1)
     return float(f"{grid[end] * (grid[end] / grid[beside]) ** far:.3g}")
 
@@ -66,11 +64,10 @@ class Plan:
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
         self._config = find_config(experiment.config)
-        refuse_keys(experiment.overrides, EXPERIMENT_KEYS, "overrides: ")
         for name, family in experiment.families.items():
             refuse_keys(family.overrides, EXPERIMENT_KEYS, f"families.{name}.overrides: ")
-        self._overrides: dict[tuple[str, str], list[str]] = {}
-        self.costs: dict[tuple[str, str], Cost] = {}
+        self._overrides: dict[Pair, list[str]] = {}
+        self.costs: dict[Pair, Cost] = {}
         for pair in product(experiment.families, experiment.sizes):
             try:
                 self._overrides[pair] = self._model(*pair)
@@ -117,8 +114,8 @@ class Plan:
         # The highest one: what is refused or warned of is a rate that runs have.
         own.append(f"--optimizer.lr={arm.learning_rates[-1]}")
         placed = place_run([*own, *self._overrides[family, size]], arm.ranks, data="none")
-        if not placed.config.validation.enable:
-            raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
+        validated = placed.config.validation.enable
+        require(validated, "validation.enable", False, "true: the fit reads the validation loss")
         run = read_run(placed.config, arm.ranks)
         total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
@@ -129,8 +126,7 @@ class Plan:
         self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""
     ) -> Point:
         """Return a run as a point of a sweep, with N, the tokens D and all ranks' FLOPs."""
-        experiment, cost = self.experiment, self.costs[family, size]
-        first, *others = self.measures
+        cost, (first, *others) = self.costs[family, size], self.measures
         steps = self._steps(family, size, budget, equal or first)
         name = f"{family}_{size}_{budget:g}_seed{seed}_lr{rate or 0:g}"
         if equal in others and steps != self._steps(family, size, budget, first):
@@ -141,7 +137,8 @@ class Plan:
             *(f"--training.steps={steps}", f"--validation.freq={steps}"),
             f"--lr_scheduler.warmup_steps={round(WARMUP * steps)}",
             *(f"--optimizer.lr={rate}", f"--debug.seed={seed}"),
-            *(f"--metrics.wandb_group={experiment.name}", f"--metrics.wandb_run_name={name}"),
+            f"--metrics.wandb_group={self.experiment.name}",
+            f"--metrics.wandb_run_name={name}",
             f"--metrics.wandb_tags={family},{size},tokens_per_parameter_{budget:g},seed_{seed}",
         ]
         tokens = steps * cost.tokens_per_step
@@ -149,7 +146,8 @@ class Plan:
         settings |= {"equal": equal or first, "learning_rate": rate}
         settings |= {"N": cost.counted, "D": tokens}
         settings["FLOPs"] = float(tokens) * cost.flops_per_token
-        return Point(name, self._config, arguments, settings, experiment.families[family].ranks)
+        ranks = self.experiment.families[family].ranks
+        return Point(name, self._config, arguments, settings, ranks)
 
     def _steps(self, family: str, size: str, budget: float, equal: str) -> int:
         """Return the steps at which a family shares ``equal`` with the reference."""
@@ -164,67 +162,51 @@ class Plan:
         require(steps < 2**63, f"sizes.{size}", budget, want)
         return steps
 
-    def searches(self, losses: Mapping[str, float]) -> Searches:
-        """Return the points of every search, in the order of the grid.
-
-        A family's first size tries all its rates, a later size the best rate of the size before it
-        and the two rates beside. Each goes on, also beyond the ends of its grid, until its own best
-        rate has both neighbours. A size whose size before has not chosen yet has none.
-        """
-        found: dict[tuple[str, str], list[Point]] = {}
+    def searched(self, losses: Mapping[str, float]) -> Searched:
+        """Return what losses by a point's name say: rates, and the points that searches need."""
+        found = Searched()
         for family, arm in self.experiment.families.items():
-            grid = arm.learning_rates
-            places = range(-WIDENED, len(grid) + WIDENED)
-            tried = set(range(len(grid)))
-            for size in self.experiment.search:
-                shape = self.experiment.sizes[size]
-                first = shape.budgets[0], shape.seeds[0]
-                points = {k: self.point(family, size, *first, rate_at(grid, k)) for k in places}
-                known = {k: losses[p.name] for k, p in points.items() if p.name in losses}
-                beside: set[int] = set()
-                if tried and tried <= known.keys():
-                    best = min(known, key=lambda place: known[place])
-                    beside = {best - 1, best, best + 1} & {*places}
-                    tried = tried | beside
-                found[family, size] = [points[place] for place in sorted(tried)]
-                tried = beside if beside <= known.keys() else set()
+            rate = None if len(arm.learning_rates) > 1 else arm.learning_rates[0]
+            found.rates |= {(family, size): rate for size in self.experiment.sizes}
+            if rate is None:
+                self._search(family, losses, found)
         return found
 
-    def rates(self, searches: Searches, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
-        """Choose every rate that finished runs determine; say of each search that is given up."""
-        found: dict[tuple[str, str], float | None] = {}
-        edges = []
-        for (family, size), points in searches.items():
-            grid = self.experiment.families[family].learning_rates
-            best = None
-            if points and all(point.name in losses for point in points):
-                lowest = min(points, key=lambda point: losses[point.name])
-                best = lowest.settings["learning_rate"]
-            ends = [rate_at(grid, place) for place in (-WIDENED, len(grid) - 1 + WIDENED)]
-            if len(grid) > 1 and best in ends:
-                text = f"{family} {size}: the best learning rate is {best:g} or beyond it: "
-                edges.append(text + f"give families.{family}.learning_rates around it")
-                best = None
-            found[family, size] = grid[0] if len(grid) == 1 else best
-        for family, size in self.costs:
-            if (family, size) not in found:
-                found[family, size] = self._beyond(found, family, size)
-        return found, edges
+    def _search(self, family: str, losses: Mapping[str, float], found: Searched) -> None:
+        """Add the search of a family: size after size, as far as losses are known.
 
-    def _beyond(self, rates: Rates, family: str, size: str) -> float | None:
-        """Return the rate of a size without a search, by a line through three searched or more."""
-        searched = self.experiment.search
-        known = [rate for s in searched if (rate := rates[family, s]) is not None]
-        if len(known) < len(searched):
-            return None
-        if len(known) < 3:
-            return known[-1]
-        sizes = [math.log(self.costs[family, s].counted) for s in searched]
-        slope, offset = np.polyfit(sizes, np.log(known), 1)
-        value = math.exp(offset + slope * math.log(self.costs[family, size].counted))
-        return float(f"{value:.3g}")
+        The first size tries all rates of the grid, a later size the best rate of the size before it
+        and the two rates beside. Each goes on, also beyond the ends of the grid, until its own best
+        rate has both neighbours.
+        """
+        grid = self.experiment.families[family].learning_rates
+        tried, rate = {*range(len(grid))}, None
+        for size in self.experiment.search:
+            shape, places, best = self.experiment.sizes[size], set[int](), 0
+            known: dict[int, float] = {}
+            while not tried <= places:
+                for place in sorted(tried - places):
+                    at = rate_at(grid, place)
+                    point = self.point(family, size, shape.budgets[0], shape.seeds[0], at)
+                    found.points.append(point)
+                    if point.name in losses:
+                        known[place] = losses[point.name]
+                places |= tried
+                if places != known.keys():
+                    return  # until these runs have ended
+                best = min(sorted(known), key=lambda place: known[place])
+                rate = rate_at(grid, best)
+                if best in (-WIDENED, len(grid) - 1 + WIDENED):
+                    text = f"{family} {size}: the best learning rate is {rate:g} or beyond it: "
+                    found.edges.append(text + f"give families.{family}.learning_rates around it")
+                    return
+                tried = {best - 1, best, best + 1}
+            found.rates[family, size] = rate
+        for size in self.experiment.sizes:
+            if size not in self.experiment.search:
+                found.rates[family, size] = rate
 
-    def main_points(self, rates: Rates) -> list[Point]:
+    def main_points(self, rates: Mapping[Pair, float | None]) -> list[Point]:
         """Return the points that a fit uses: all budgets and seeds, at the chosen rates or None."""
         points = []
         for family, size in self.costs:
@@ -234,11 +216,9 @@ class Plan:
                 points.append(self.point(family, size, budget, seed, rate, equal))
         return points
 
-    def points(self, searches: Searches, rates: Rates) -> list[Point]:
+    def points(self, searched: Searched) -> list[Point]:
         """Return the points that can start: of searches, and of known rates; cheapest first."""
-        found = list(chain.from_iterable(searches.values()))
-        for point in self.main_points(rates):
-            if point.settings["learning_rate"] is not None:
-                found.append(point)
-        different = {point.name: point for point in found}
+        main = self.main_points(searched.rates)
+        started = [point for point in main if point.settings["learning_rate"] is not None]
+        different = {point.name: point for point in [*searched.points, *started]}
         return sorted(different.values(), key=lambda point: float(point.settings["FLOPs"]))
