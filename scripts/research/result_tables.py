@@ -20,8 +20,8 @@ from scripts.research.finished_runs import plan_of, restore, stored_runs, versio
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.experiments.points import losses_of, read_results
 from torchtitan_lr.experiments.results import Row, rows_of, with_interval
+from torchtitan_lr.experiments.sweep import losses_of, read_results
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 

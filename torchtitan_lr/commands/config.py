@@ -24,13 +24,11 @@ Exit status: 0, or 2 for an invalid configuration.
 """
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, add_json, check_toml
+from torchtitan_lr.commands.parser import OneLineParser, check_toml
 from torchtitan_lr.config.parse import load_toml
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import Model, Optimizer, Training, least_ranks
@@ -42,11 +40,9 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the action, CONFIG and the options."""
     parser.takes_overrides = True
     parser.add_argument("action", choices=["list", "show"], help="list or show")
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="show: a TOML file, name or run"
-    )
+    shown = "show: a TOML file, name or run"
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=shown)
     parser.add_argument("--changed", action="store_true", help="show: leave out the defaults")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         given = [*filter(None, [args.config]), *args.overrides]
         require(not given, "list", given, "nothing behind it")
-        rows = list_configs()
-        print(json.dumps(rows, indent=1) if args.json else list_as_text(rows))
+        print(list_as_text(list_configs()))
         return 0
     if args.config is None:
         raise ConfigError("CONFIG", "nothing", "a TOML file or a name of `list`")
@@ -69,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         shown, note = read_origins(args.config, args.overrides)
     if args.changed:
         shown = [setting for setting in shown if setting.origin != "default"]
-    print(json.dumps([asdict(s) for s in shown], indent=1) if args.json else as_toml(shown))
+    print(as_toml(shown))
     if note:
         print(note, file=sys.stderr)
     return 0

@@ -10,9 +10,10 @@ Tasks of EleutherAI's lm-evaluation-harness run on an export of `--format hf`:
 
     lm_eval --model hf --model_args pretrained=for_hf,trust_remote_code=True --tasks hellaswag
 
-Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len tokens
-before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens, divided
-by the bytes of the text in UTF-8; it compares models with different tokenizers.
+The corpus local has all documents of --path, c4 the validation split, streamed, others the held-out
+part. Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len
+tokens before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens,
+divided by the bytes of the text in UTF-8; it compares models with different tokenizers.
 """
 
 import argparse
@@ -23,15 +24,9 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.commands.parser import (
-    OneLineParser,
-    add_json,
-    add_model,
-    add_text_column,
-    begin_model,
-    check_at_least,
-)
-from torchtitan_lr.errors import escaped, require
+from torchtitan_lr.commands.parser import OneLineParser, begin_model, check_at_least
+from torchtitan_lr.console.tables import named_values
+from torchtitan_lr.errors import require
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.sources import Source
@@ -39,22 +34,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint and the options."""
-    add_model(parser)
-    parser.add_argument(
-        "--corpus",
-        choices=["cpython", "python_stdlib", "python_stdlib_docs", "local", "c4"],
-        help="the text; local: all documents, cpython, python_stdlib: the held-out part, c4: the "
-        "validation split, streamed; default: the windows of the run's own validation",
-    )
-    parser.add_argument(
-        "--path",
-        help="file, folder or pattern of .txt, .jsonl or .parquet; with c4 a local copy",
-    )
-    add_text_column(parser)
+    parser.add_shared("checkpoint", "--device", "--experimental.custom_import", "--json")
+    corpora = ["cpython", "python_stdlib", "python_stdlib_docs", "local", "c4"]
+    parser.add_argument("--corpus", choices=corpora, help="default: the run's own validation")
+    path = "of local: a file, folder or pattern of .txt, .jsonl or .parquet; of c4 a local copy"
+    parser.add_argument("--path", help=path)
+    parser.add_shared("--text_column")
     parser.add_argument("--documents", type=int, default=0, help="at most; 0 reads all")
     parser.add_argument("--seq_len", type=int, default=0, help="0 is the trained window")
     parser.add_argument("--batch_size", type=int, default=8, help="windows per pass")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         require(args.corpus or not given, f"--{name}", given, "a --corpus beside it")
     begin_model(args)
     result = evaluate(args)
-    print(json.dumps(result, indent=2) if args.json else as_text(result))
+    print(json.dumps(result, indent=2) if args.json else named_values(result))
     return 0
 
 
@@ -137,16 +125,3 @@ def _source(options: argparse.Namespace) -> "Source":
         return Source(name, (), "--corpus")
     where = "--path" if path else "--corpus"
     return Source("hf", (path or C4_NAME,), where, "held_out", config="en", split="validation")
-
-
-def as_text(result: dict[str, Any]) -> str:
-    """Format the results of `evaluate`, one per line."""
-    lines = {"corpus": result["corpus"], "tokens": f"{result['tokens']:,}"}
-    if result["bytes"] is not None:
-        lines["documents"] = f"{result['documents']:,}, {result['bytes']:,} bytes"
-    lines["loss"] = f"{result['loss']:.4f} nats/token"
-    lines["perplexity"] = f"{result['perplexity']:.2f}"
-    if result["bits_per_byte"] is not None:
-        lines["bits per byte"] = f"{result['bits_per_byte']:.4f}"
-    lines["tokens/s"] = f"{result['tokens'] / result['seconds']:,.0f}"
-    return "\n".join(f"{name:<15}{escaped(value)}" for name, value in lines.items())

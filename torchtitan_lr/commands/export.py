@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.folders import unfinished
-from torchtitan_lr.commands.parser import OneLineParser, add_extension, add_out, check_out
+from torchtitan_lr.commands.parser import OneLineParser, check_out
 from torchtitan_lr.errors import ConfigError, escaped, require
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
@@ -25,20 +25,14 @@ DTYPES = ("checkpoint", "float32", "bfloat16")
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint, the output folder and the options."""
-    where = "a run's folder (its newest step), or .../checkpoint/step-100"
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=where)
-    add_out(parser)
+    parser.add_shared("checkpoint", "out", "--experimental.custom_import")
     parser.add_argument(
         "--format", choices=["factored", "hf"], default="factored", help="names of the weights"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
-    parser.add_argument(
-        "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
-    )
-    parser.add_argument(
-        "--license", default="", help="licence for the model card, such as apache-2.0"
-    )
-    add_extension(parser)
+    kept = "hf: keep the factors of llama_svd too"
+    parser.add_argument("--keep_factors", action="store_true", help=kept)
+    parser.add_argument("--license", default="", help="of the model card, such as apache-2.0")
 
 
 def run(args: argparse.Namespace) -> int:

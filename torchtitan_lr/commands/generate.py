@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, add_json, add_model, begin_model
+from torchtitan_lr.commands.parser import OneLineParser, begin_model
 from torchtitan_lr.config.files import parse_json, read_regular
 from torchtitan_lr.errors import ConfigError, DataError, escaped, require
 
@@ -35,26 +35,20 @@ Message = dict[str, str]
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint and the options."""
-    add_model(parser)
+    parser.add_shared("checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue")
-    source.add_argument(
-        "--prompts", type=Path, help="file of prompts: one per line, or .jsonl; - is stdin"
-    )
-    source.add_argument(
-        "--chat", action="store_true", help="answer line after line, as fine-tuned on chats"
-    )
-    parser.add_argument(
-        "--max_new_tokens", type=int, help="at most; default: 100, or what the window leaves"
-    )
+    source.add_argument("--prompts", type=Path, help="file: one per line, or .jsonl; - is stdin")
+    source.add_argument("--chat", action="store_true", help="answer line after line")
+    most = "at most; default: 100, or what the window leaves"
+    parser.add_argument("--max_new_tokens", type=int, help=most)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--top_k", type=int, default=50, help="0 samples among all tokens")
     parser.add_argument("--top_p", type=float, default=1.0, help="1 samples among all tokens")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a text; repeatable"
-    )
+    stop = "ends a text; may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
     parser.add_argument("--seed", type=int, default=0, help="prompt i samples with seed + i")
-    add_json(parser)
+    parser.add_shared("--device", "--experimental.custom_import", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

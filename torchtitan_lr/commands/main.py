@@ -58,12 +58,6 @@ def parser_of(name: str) -> OneLineParser:
     return parser
 
 
-def version() -> str:
-    """Return the versions of this package and of torch, from their metadata."""
-    names = ("torchtitan_lr", "torch")
-    return ", ".join(f"{name} {metadata.version(name)}" for name in names)
-
-
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return its status, 2 for invalid arguments, 1 for a run that failed."""
@@ -79,9 +73,5 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(command, help=summary, add_help=False)
     if not parser.parse_args([name]).version:
         raise ConfigError("COMMAND", name, f"a command of `{PROGRAM} --help`")
-    print(version())
+    print(*(f"{name} {metadata.version(name)}" for name in ("torchtitan_lr", "torch")), sep=", ")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -81,6 +81,27 @@ def _path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"got {error.got!r}, expected {error.want}") from error
 
 
+SHARED: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "CONFIG", "help": "a TOML file, or a shipped name"},
+    "checkpoint": {
+        "metavar": "CHECKPOINT",
+        "type": Path,
+        "help": "a run's folder (its newest step), .../checkpoint/step-100, or an export",
+    },
+    "out": {"metavar": "OUT", "type": Path, "help": "a new or empty folder"},
+    "--text_column": {"default": "text", "help": "key of the text in .jsonl, .parquet and the Hub"},
+    "--device": {"default": "", "help": "default: cuda where there is one, else cpu"},
+    "--experimental.custom_import": {
+        "dest": "custom_import",
+        "metavar": "MODULE",
+        "help": "a module of your own that registers the model's family or plan; what a run's "
+        "record names is never imported",
+    },
+    "--json": {"action": "store_true", "help": "print JSON instead"},
+}
+"""Arguments of several commands."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose help shows every default and whose errors are one line with status 2."""
 
@@ -94,12 +115,16 @@ class OneLineParser(argparse.ArgumentParser):
         """Add an argument as in `argparse`; its help ends with the default, if any."""
         if options.get("type") is Path:
             options["type"] = _path
-        default, text = options.get("default"), options.get("help") or ""
-        empty = default is None or default is False or default in ("", [], argparse.SUPPRESS)
+        default, text = options.get("default"), options.get("help", "")
+        empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not empty and text is not argparse.SUPPRESS and "default" not in text:
-            shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
-            options["help"] = f"{text} (default: {shown.replace('%', '%%')})".lstrip()
+            options["help"] = f"{text} (default: {default})"
         return super().add_argument(*names, **options)
+
+    def add_shared(self, *names: str) -> None:
+        """Add some of `SHARED`."""
+        for name in names:
+            self.add_argument(name, **SHARED[name])
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -124,64 +149,13 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {escaped(message)}\n")
 
 
-def add_config(parser: OneLineParser) -> None:
-    """Add CONFIG, which overrides may follow."""
-    parser.takes_overrides = True
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
-
-
-def add_model(parser: OneLineParser) -> None:
-    """Add CHECKPOINT and the device, for commands that compute with a model in one process."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        type=Path,
-        help="a run's folder (its newest step), a step's or an export's",
-    )
-    add_device(parser)
-    add_extension(parser)
-
-
-def add_device(parser: OneLineParser) -> None:
-    """Add ``--device``."""
-    parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
-
-
-def add_text_column(parser: OneLineParser) -> None:
-    """Add ``--text_column``, for commands that read text by its path."""
-    parser.add_argument(
-        "--text_column", default="text", help="key of the text in .jsonl, .parquet and the Hub"
-    )
-
-
-def add_json(parser: OneLineParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-
-
-def add_out(parser: OneLineParser) -> None:
-    """Add the output folder as the second argument."""
-    parser.add_argument("out", metavar="OUT", type=Path, help="a new or empty folder")
-
-
 def check_out(out: Path, key: str) -> None:
     """Refuse an output folder that holds something."""
     require(is_free(out), key, str(out), "a folder that is empty or new")
 
 
-def add_extension(parser: OneLineParser) -> None:
-    """Add ``--experimental.custom_import``, for commands that read a run or weights."""
-    parser.add_argument(
-        "--experimental.custom_import",
-        dest="custom_import",
-        metavar="MODULE",
-        help="a module of your own that registers the model's family or plan; what a run's record "
-        "names is never imported",
-    )
-
-
 def begin_model(args: argparse.Namespace) -> None:
-    """Import the module of `add_extension`, in the only process.
+    """Import the module of ``--experimental.custom_import``, in the only process.
 
     Raises:
         ConfigError: torchrun started this process, or the module cannot be imported.

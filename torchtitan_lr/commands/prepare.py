@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.commands.parser import OneLineParser, add_text_column, check_at_least
-from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
+from torchtitan_lr.errors import escaped, require
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.corpus import Corpus
@@ -38,12 +38,11 @@ def add_arguments(parser: OneLineParser) -> None:
     least = "of each source at least; it ends with the piece of text that reaches them"
     parser.add_argument("--tokens", type=float, help=least)
     parser.add_argument("--max_bad_records", type=int, default=0, help="records that may be lost")
-    add_text_column(parser)
+    parser.add_shared("--text_column")
     parser.add_argument("--hf_name", help="the dataset's configuration, such as en")
     parser.add_argument("--hf_split", default="train", help="the dataset's split")
-    parser.add_argument(
-        "--verify", action="store_true", help="read all of a prepared folder, and check it"
-    )
+    verify = "read all of a prepared folder, and check it"
+    parser.add_argument("--verify", action="store_true", help=verify)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,10 +77,7 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
     require(fits, "--tokens", args.tokens, "a positive number such as 1e9")
     check_at_least(args, max_bad_records=0)
     model = SimpleNamespace(hf_assets_path=args.tokenizer)
-    try:
-        tokenizer = build_tokenizer(SimpleNamespace(model=model))
-    except ConfigError as error:
-        raise ConfigError("--tokenizer", error.got, error.want) from error
+    tokenizer = build_tokenizer(SimpleNamespace(model=model))
     readers = [Reader(source) for source in _sources(args)]
     return prepare_folder(readers, tokenizer, args.out, "--out", args.max_bad_records)
 

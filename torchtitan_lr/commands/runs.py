@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG
-from torchtitan_lr.commands.parser import OneLineParser, add_json
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import FREE, NO_EFFECT, meanings
 from torchtitan_lr.console.tables import text_table
@@ -41,20 +41,23 @@ _DERIVED = {
 }
 """Keys that no loss depends on, or only through others that are shown."""
 
+_MISSING = object()
+
 COLUMNS = ("run", "config", "state", "step", "loss", "validation")
 
 Row = dict[str, Any]
-"""A run: `COLUMNS`, ``steps``, ``why`` (it stopped or failed), and ``settings`` by their keys."""
+"""A run: `COLUMNS`, ``steps``, ``why`` (it stopped or failed), and its settings by dotted key."""
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the folders and the options."""
-    parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, default=[Path("outputs")])
+    usual = {"default": [Path("outputs")], "help": "default: outputs"}
+    parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, **usual)
     parser.add_argument("--plot", metavar="OUT.png", type=Path, help="losses of all listed runs")
     parser.add_argument("--sort", default="run", metavar="KEY", help="a column or a key; - is last")
     keys = "keys to list (default: those in which the runs differ)"
     parser.add_argument("--columns", default="", metavar="KEY,KEY", help=keys)
-    add_json(parser)
+    parser.add_shared("--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,11 +69,20 @@ def run(args: argparse.Namespace) -> int:
         below = escaped(", ".join(map(str, args.paths)))
         print(f"error: there is no run below {below}", file=sys.stderr)
         return 1
-    choose_settings(rows, [*filter(None, args.columns.split(","))])
-    rows = ordered(rows, args.sort)
+    columns = [*filter(None, args.columns.split(","))]
+    every = dict.fromkeys(chain.from_iterable(rows))
+    for option, key in [("--sort", args.sort), *(("--columns", key) for key in columns)]:
+        want = f"{one_of(COLUMNS, key)}, or a key of a run's configuration"
+        require(key in every, option, key, want)
+    keys = columns or keys_that_differ(rows)
+    rows.sort(key=lambda row: place(row.get(args.sort)))
     if args.plot is not None:
         plot(rows, args.plot)
-    print(json.dumps(rows, indent=1) if args.json else as_text(rows))
+    if args.json:
+        shown = (*COLUMNS, "steps", "why", *keys)
+        print(json.dumps([{key: row.get(key) for key in shown} for row in rows], indent=1))
+    else:
+        print(as_text(rows, keys))
     return 0
 
 
@@ -105,7 +117,7 @@ def describe(folder: Path) -> Row:
         "steps": settings.get("training.steps", "?"),
         "loss": _last([logged.train_loss(record) for record in history]),
         "validation": _last([record.get(logged.VALIDATION_LOSS) for record in history]),
-        "settings": settings,
+        **settings,
     }
 
 
@@ -142,47 +154,28 @@ def _last(values: list[float | None]) -> float | None:
     return known[-1] if known else None
 
 
-def choose_settings(rows: list[Row], columns: list[str]) -> None:
-    """Leave the settings of some keys, else of the common ones in which the runs differ."""
-    known = [row["settings"] for row in rows if row["settings"]]
-    for key in columns:
-        every = dict.fromkeys(chain.from_iterable(known))
-        require(key in every, "--columns", key, f"keys of the runs, {one_of(every, key)}")
-    keys = columns or (_keys_that_differ(known) if known else [])
-    for row in rows:
-        settings = row["settings"]
-        row["settings"] = {key: settings[key] for key in keys if key in settings}
-
-
-def _keys_that_differ(records: list[dict[str, Any]]) -> list[str]:
+def keys_that_differ(rows: list[Row]) -> list[str]:
     """Return the keys that all records have, and not all with one value, but derived ones."""
+    records = [row for row in rows if any("." in key for key in row)]
     left_out = _DERIVED | {key for key, meaning in meanings().items() if meaning is FREE}
     keys = []
-    for key, value in records[0].items():
-        shared = all(key in record for record in records)
-        if not shared or key in left_out or key.partition(".")[0] in NO_EFFECT:
-            continue
-        if any(record[key] != value for record in records):
+    for key in records[0] if records else ():
+        values = [record.get(key, _MISSING) for record in records]
+        differ = any(value != values[0] for value in values) and _MISSING not in values
+        if differ and "." in key and key.partition(".")[0] not in NO_EFFECT and key not in left_out:
             keys.append(key)
     return keys
 
 
-def ordered(rows: list[Row], key: str) -> list[Row]:
-    """Return the runs in the ascending order of a column of the table, or of a listed key."""
-    keys = (*COLUMNS, *dict.fromkeys(chain.from_iterable(row["settings"] for row in rows)))
-    require(key in keys, "--sort", key, one_of(keys, key))
-
-    def place(row: Row) -> tuple[int, float, str]:
-        value = row[key] if key in COLUMNS else row["settings"].get(key)
-        if logged.is_number(value):
-            return 0, float(value), ""
-        return (2, 0.0, "") if value is None else (1, 0.0, str(value))
-
-    return sorted(rows, key=place)
+def place(value: Any) -> tuple[int, float, str]:
+    """Return where a value is in an ascending order: numbers, texts, what is unknown."""
+    if logged.is_number(value):
+        return 0, float(value), ""
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
-def as_text(rows: list[Row]) -> str:
-    """Return a table of runs, why they stopped or failed, and a table of their settings."""
+def as_text(rows: list[Row], keys: list[str]) -> str:
+    """Return a table of runs, why they stopped or failed, and a table of some of their keys."""
     lines = []
     for row in rows:
         losses = ["-" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "validation")]
@@ -191,13 +184,9 @@ def as_text(rows: list[Row]) -> str:
     text = [text_table(COLUMNS, lines, left=3)]
     if whys := [escaped(f"{row['run']}: {row['why']}") for row in rows if row["why"]]:
         text += ["", *whys]
-    if keys := list(dict.fromkeys(chain.from_iterable(row["settings"] for row in rows))):
-        last = [key.rpartition(".")[2] for key in keys]
-        names = [s if last.count(s) == 1 else k for k, s in zip(keys, last, strict=True)]
-        lines = []
-        for row in rows:
-            lines.append([row["run"], *(str(row["settings"].get(key, "-")) for key in keys)])
-        text += ["", text_table(["run", *names], lines, left=1 + len(keys))]
+    if keys:
+        values = [[row["run"], *(str(row.get(key, "-")) for key in keys)] for row in rows]
+        text += ["", text_table(["run", *keys], values, left=1 + len(keys))]
     return "\n".join(text)
 
 

@@ -59,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 def execute(plan: "Plan", jobs: int) -> int:
     """Run what is missing, several runs at once; return the exit status."""
-    from torchtitan_lr.experiments.points import losses_of
-    from torchtitan_lr.experiments.runner import Sweep
+    from torchtitan_lr.experiments.sweep import Sweep, losses_of
 
-    failed: dict[str, str] = {}  # how, by name: the next command repeats them
+    failed: set[str] = set()  # the next command repeats them
     while True:  # a finished search determines further runs
         searched = plan.searched(losses_of(plan.work))
         sweep = Sweep(plan.work, plan.points(searched), jobs)
@@ -70,10 +69,8 @@ def execute(plan: "Plan", jobs: int) -> int:
             break
         sweep.check()
         sweep.run(without=failed)
-        for point in sweep.points:
-            if not point.is_done:
-                failed[point.name] = f"{point.name}: {point.outcome}"
-    for line in [*failed.values(), *searched.edges]:
+        failed = {point.name for point in sweep.points if not point.is_done}
+    for line in searched.edges:
         print(escaped(line), file=sys.stderr)
     return int(bool(failed or searched.edges))
 
@@ -81,8 +78,8 @@ def execute(plan: "Plan", jobs: int) -> int:
 def show(plan: "Plan", fit: bool) -> int:
     """Print the table, with the fitted laws or with what is left to do; return the exit status."""
     from torchtitan_lr.console.tables import text_table
-    from torchtitan_lr.experiments.points import losses_of, read_results
     from torchtitan_lr.experiments.results import fits_of, rows_of, table, write
+    from torchtitan_lr.experiments.sweep import losses_of, read_results
 
     searched = plan.searched(losses_of(plan.work))
     points, main = plan.points(searched), plan.main_points(searched.rates)

@@ -19,22 +19,16 @@ Exit status: 0 all points have a result, 1 some failed, 2 invalid configuration.
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import (
-    OneLineParser,
-    add_config,
-    add_json,
-    check_at_least,
-    check_toml,
-)
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
 from torchtitan_lr.config.paths import find_config
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add CONFIG and the options."""
-    add_config(parser)
+    parser.takes_overrides = True
+    parser.add_shared("config")
     grid = "a key and its values; may be repeated"
     parser.add_argument("--set", action="append", metavar="KEY=V1,V2", required=True, help=grid)
     where = "folder of runs and results"
@@ -43,7 +37,6 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="points at once")
     skip = "leave out invalid combinations, instead of stopping with an error"
     parser.add_argument("--skip_refused", action="store_true", help=skip)
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,19 +44,18 @@ def run(args: argparse.Namespace) -> int:
     check_toml(args.config)
     check_at_least(args, jobs=1)
     from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.experiments import points, runner
+    from torchtitan_lr.experiments import sweep as sweeps
     from torchtitan_lr.launch.folder_lock import locked
 
-    points.refuse_keys([*args.set, *args.overrides], points.OWN_KEYS)
-    grid, work, config = points.parse_grid(args.set), args.out, find_config(args.config)
+    sweeps.refuse_keys([*args.set, *args.overrides], sweeps.OWN_KEYS)
+    grid, work, config = sweeps.parse_grid(args.set), args.out, find_config(args.config)
     steps = build_job_config([f"--job.config_file={config}", *args.overrides]).training.steps
     saving = ["--checkpoint.enable", f"--checkpoint.interval={max(1, steps // 10)}"]
     common = [*saving, "--checkpoint.keep_latest_k=2", *args.overrides]
-    every = points.points_of(config, grid, common, args.group or work.name)
+    points = sweeps.points_of(config, grid, common, args.group or work.name)
     with locked(str(work)):
-        sweep = runner.Sweep(work, every, args.jobs)
+        sweep = sweeps.Sweep(work, points, args.jobs)
         sweep.check(args.skip_refused)
         status = sweep.run()
-    rows = points.table_of(every)
-    print(json.dumps(rows, indent=1) if args.json else points.as_markdown(rows))
+    print(sweeps.as_markdown(sweeps.table_of(points)))
     return status

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import unfinished
-from torchtitan_lr.commands.parser import OneLineParser, add_text_column, check_out
+from torchtitan_lr.commands.parser import OneLineParser, check_out
 from torchtitan_lr.config.files import read_regular
 from torchtitan_lr.errors import ConfigError, require
 
@@ -52,7 +52,7 @@ def add_arguments(parser: OneLineParser) -> None:
     corpora = ["cpython", "python_stdlib", "local"]
     parser.add_argument("--corpus", choices=corpora, default="cpython", help="the text")
     parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
-    add_text_column(parser)
+    parser.add_shared("--text_column")
     parser.add_argument("--ranks", type=Path, help="tiktoken rank file to convert; needs no text")
     parser.add_argument("--vocab_size", type=int, default=4096, help="special tokens included")
     parser.add_argument("--out", type=Path, required=True, help="a new or empty folder")

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from torchtitan_lr.errors import escaped
@@ -18,7 +19,6 @@ console = logging.getLogger("torchtitan_lr.console")
 
 DETAILS_FILE = "details.log"
 
-_PYTHON_WARNINGS = "py.warnings"  # where `logging.captureWarnings` sends them
 _DETAILS_FORMAT = "%(asctime)s %(levelname)s %(name)s %(module)s:%(lineno)d %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s %(level)s%(message)s"  # the level before warnings and errors
 
@@ -38,7 +38,7 @@ class _OfTheConsole(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == console.name:
             return True
-        if record.levelno < logging.WARNING or record.name == _PYTHON_WARNINGS:
+        if record.levelno < logging.WARNING or record.name == "py.warnings":
             return False
         return not record.getMessage().startswith(_NOT_ACTIONABLE)
 
@@ -67,13 +67,11 @@ class _DetailsHandler(logging.FileHandler):
         with contextlib.suppress(OSError):  # of opening the file
             super().emit(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing."""
-
 
 def init_console(verbose: bool = False) -> None:
     """Set up the log of this process; a second call replaces the first."""
     root = logging.getLogger()
+    logging.raiseExceptions = False  # an error of a handler has no lines of its own
     root.setLevel(logging.INFO)
     console.setLevel(logging.INFO)
     for handler in list(root.handlers):
@@ -113,9 +111,7 @@ class Pace:
 
     def left(self, step: int, now: float) -> float | None:
         """Return the seconds left after a logged step; None at the first one."""
-        if self._first is None:
-            self._first = step, now
-        since, started = self._first
+        since, started = self._first = self._first or (step, now)
         if step == since:
             return None
         return (now - started) / (step - since) * max(0, self._steps - step)
@@ -123,7 +119,4 @@ class Pace:
 
 def duration(seconds: float) -> str:
     """Return a time as ``h:mm:ss``, with days before it if there are any."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    return f"{days}d {h}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}"
+    return str(timedelta(seconds=round(seconds)))

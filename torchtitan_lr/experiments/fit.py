@@ -13,16 +13,13 @@ from scipy import optimize, stats
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
+# Difference of log L from which a point counts linearly, not squared (Hoffmann et al., D.2)
 HUBER = 1e-3
-"""Difference of log L from which a point counts linearly, not squared (Hoffmann et al., D.2)."""
-
 EDGES = (0.025, 0.975)  # the quantiles of an interval
-
-LEAST_POINTS, DRAWS = 4, 500
-"""Points of different FLOPs that a law needs (it has three parameters); resamples of a fit."""
-
+LEAST_POINTS = 4  # of different FLOPs that a law needs: it has three parameters
+DRAWS = 500  # resamples of a fit
+# Bounds of log E, log A and alpha; exp(-14) stands for no floor, or no such term
 _LIMITS = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
-"""Bounds of log E, log A and alpha; exp(-14) stands for no floor, or no such term."""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.experiments.experiment import Experiment
-from torchtitan_lr.experiments.points import OWN_KEYS, Point, refuse_keys
 from torchtitan_lr.experiments.start import place_run
+from torchtitan_lr.experiments.sweep import OWN_KEYS, Point, refuse_keys
 
 EXPERIMENT_KEYS = (
     *(*OWN_KEYS, "model.name", "model.flavor", "training.steps", "lr_scheduler.warmup_steps"),
@@ -31,9 +31,10 @@ Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The model of a family at a size."""
+class Arm:
+    """A family at a size."""
 
+    overrides: list[str]  # of its runs, the model's included
     counted: int  # N, the parameters without embedding and head
     # Forward and backward, without recomputation, and a spectral optimizer's products
     flops_per_token: float
@@ -59,41 +60,38 @@ def rate_at(grid: Sequence[float], place: int) -> float:
 
 
 class Plan:
-    """An experiment with the cost of every family at every size."""
+    """An experiment with every family at every size."""
 
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
         self._config = find_config(experiment.config)
         for name, family in experiment.families.items():
             refuse_keys(family.overrides, EXPERIMENT_KEYS, f"families.{name}.overrides: ")
-        self._overrides: dict[Pair, list[str]] = {}
-        self.costs: dict[Pair, Cost] = {}
+        self.arms: dict[Pair, Arm] = {}
         for pair in product(experiment.families, experiment.sizes):
             try:
-                self._overrides[pair] = self._model(*pair)
-                self.costs[pair] = self._cost(*pair)
+                self.arms[pair] = self._arm(*pair)
             except ConfigError as error:
-                if error.key.startswith(("families.", "sizes.")):
-                    raise
                 key = f"families.{pair[0]}: {error.key}"
                 raise ConfigError(key, error.got, error.want) from error
         equal = experiment.equal
         self.measures = ["tokens", "flops"] if equal == "both" else [equal]
 
-    def _model(self, family: str, size: str) -> list[str]:
-        """Return the overrides of a family at a size; write the file of a flavor that is new."""
+    def _arm(self, name: str, size: str) -> Arm:
+        """Read the configuration of a family at a size; write the file of a flavor that is new."""
+        from torchtitan_lr.costs.described_run import read_run
         from torchtitan_lr.models.args import LlamaArgs
-        from torchtitan_lr.models.families import FAMILIES, find_family
+        from torchtitan_lr.models.configured import empty_model
+        from torchtitan_lr.models.families import find_family
         from torchtitan_lr.models.flavors import write_model_args
 
-        arm, shape = self.experiment.families[family], self.experiment.sizes[size]
-        overrides = [f"--{item}" for item in arm.overrides]
-        build_job_config([f"--job.config_file={self._config}", *overrides])  # imports its module
-        found, flavor = find_family(arm.model), shape.flavor
-        if found is None:
-            want = one_of((known.model_name for known in FAMILIES.values()), arm.model)
-            raise ConfigError(f"families.{family}.model", arm.model, want)
-        if not flavor:
+        family, shape = self.experiment.families[name], self.experiment.sizes[size]
+        overrides = [f"--{item}" for item in family.overrides]
+        overrides.append(f"--model.name={family.model}")
+        config = f"--job.config_file={self._config}"
+        build_job_config([config, *overrides])  # imports the family's module
+        found, flavor = find_family(family.model), shape.flavor
+        if found is not None and not flavor:
             rank = max(1, shape.dim // 4) if found.low_rank else 0
             # The family says where the nonlinearities are, the size which ranks.
             settings = found.defaults("debug", rank) | {"rank_attention": rank, "rank_ffn": rank}
@@ -103,37 +101,31 @@ class Plan:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_model_args(LlamaArgs(family=found.name, **settings), path)
             flavor = str(path)
-        return [*overrides, f"--model.name={arm.model}", f"--model.flavor={flavor}"]
-
-    def _cost(self, family: str, size: str) -> Cost:
-        from torchtitan_lr.costs.described_run import read_run
-        from torchtitan_lr.models.configured import empty_model
-
-        own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]
-        arm = self.experiment.families[family]
-        # The highest one: what is refused or warned of is a rate that runs have.
-        own.append(f"--optimizer.lr={arm.learning_rates[-1]}")
-        placed = place_run([*own, *self._overrides[family, size]], arm.ranks, data="none")
+        overrides.append(f"--model.flavor={flavor}")
+        # The highest rate: what is refused or warned of is a rate that runs have.
+        own = [f"--job.dump_folder={self.work / 'none'}"]
+        own.append(f"--optimizer.lr={family.learning_rates[-1]}")
+        placed = place_run([config, *own, *overrides], family.ranks, data="none")
         validated = placed.config.validation.enable
         require(validated, "validation.enable", False, "true: the fit reads the validation loss")
-        run = read_run(placed.config, arm.ranks)
+        run = read_run(placed.config, family.ranks)
         total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         tokens = run.tokens_per_step
-        return Cost(counted, flops + run.optimizer.model_flops() / tokens, tokens)
+        return Arm(overrides, counted, flops + run.optimizer.model_flops() / tokens, tokens)
 
     def point(
         self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""
     ) -> Point:
         """Return a run as a point of a sweep, with N, the tokens D and all ranks' FLOPs."""
-        cost, (first, *others) = self.costs[family, size], self.measures
+        arm, (first, *others) = self.arms[family, size], self.measures
         steps = self._steps(family, size, budget, equal or first)
         name = f"{family}_{size}_{budget:g}_seed{seed}_lr{rate or 0:g}"
         if equal in others and steps != self._steps(family, size, budget, first):
             name += f"_{equal}"
         arguments = [
             *("--checkpoint.enable", f"--checkpoint.interval={math.ceil(steps / 4)}"),
-            *("--checkpoint.keep_latest_k=2", *self._overrides[family, size]),
+            *("--checkpoint.keep_latest_k=2", *arm.overrides),
             *(f"--training.steps={steps}", f"--validation.freq={steps}"),
             f"--lr_scheduler.warmup_steps={round(WARMUP * steps)}",
             *(f"--optimizer.lr={rate}", f"--debug.seed={seed}"),
@@ -141,32 +133,30 @@ class Plan:
             f"--metrics.wandb_run_name={name}",
             f"--metrics.wandb_tags={family},{size},tokens_per_parameter_{budget:g},seed_{seed}",
         ]
-        tokens = steps * cost.tokens_per_step
+        tokens = steps * arm.tokens_per_step
         settings = {"family": family, "size": size, "tokens_per_parameter": budget, "seed": seed}
         settings |= {"equal": equal or first, "learning_rate": rate}
-        settings |= {"N": cost.counted, "D": tokens}
-        settings["FLOPs"] = float(tokens) * cost.flops_per_token
+        settings |= {"N": arm.counted, "D": tokens}
+        settings["FLOPs"] = float(tokens) * arm.flops_per_token
         ranks = self.experiment.families[family].ranks
         return Point(name, self._config, arguments, settings, ranks)
 
     def _steps(self, family: str, size: str, budget: float, equal: str) -> int:
         """Return the steps at which a family shares ``equal`` with the reference."""
-        cost, reference = self.costs[family, size], self.costs[self.experiment.reference, size]
+        arm, reference = self.arms[family, size], self.arms[self.experiment.reference, size]
         wanted = budget * reference.counted
         if equal == "tokens_per_parameter":
-            wanted = budget * cost.counted
+            wanted = budget * arm.counted
         if equal == "flops":
-            wanted *= reference.flops_per_token / cost.flops_per_token
-        steps = max(1, round(wanted / cost.tokens_per_step))
-        want = f"fewer tokens per parameter: a run of {family} has {float(steps):.3g} steps"
-        require(steps < 2**63, f"sizes.{size}", budget, want)
-        return steps
+            wanted *= reference.flops_per_token / arm.flops_per_token
+        return max(1, round(wanted / arm.tokens_per_step))
 
     def searched(self, losses: Mapping[str, float]) -> Searched:
         """Return what losses by a point's name say: rates, and the points that searches need."""
         found = Searched()
-        for family, arm in self.experiment.families.items():
-            rate = None if len(arm.learning_rates) > 1 else arm.learning_rates[0]
+        for family, given in self.experiment.families.items():
+            grid = given.learning_rates
+            rate = None if len(grid) > 1 else grid[0]
             found.rates |= {(family, size): rate for size in self.experiment.sizes}
             if rate is None:
                 self._search(family, losses, found)
@@ -209,7 +199,7 @@ class Plan:
     def main_points(self, rates: Mapping[Pair, float | None]) -> list[Point]:
         """Return the points that a fit uses: all budgets and seeds, at the chosen rates or None."""
         points = []
-        for family, size in self.costs:
+        for family, size in self.arms:
             of_size = self.experiment.sizes[size]
             for budget, equal, seed in product(of_size.budgets, self.measures, of_size.seeds):
                 rate = rates[family, size]

@@ -13,7 +13,7 @@ from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.experiments.fit import Fit, fit_points, student
 from torchtitan_lr.experiments.plan import Plan
-from torchtitan_lr.experiments.points import Point
+from torchtitan_lr.experiments.sweep import Point
 from torchtitan_lr.launch.run_state import FINISHED
 from torchtitan_lr.training.figures import DOTS, THICK, colors_of, finish, new_figure
 

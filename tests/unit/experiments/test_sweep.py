@@ -11,8 +11,7 @@ import pytest
 
 from tests.commands import Command
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments.points import Point, parse_grid, points_of
-from torchtitan_lr.experiments.runner import Sweep
+from torchtitan_lr.experiments.sweep import Point, Sweep, parse_grid, points_of
 
 sweep = Command("sweep")
 
@@ -53,14 +52,14 @@ def test_points_with_a_result_do_not_run_again(tmp_path, standin, capsys):
     ends = [("finished", "")] * 2 + [("failed", "error: rank 1 failed")] * 2
     assert [(row["status"], row["why"]) for row in rows] == ends
     assert rows[0]["parameters"] < rows[2]["parameters"]
-    losses = [row["val_loss"] for row in rows]
-    assert losses[1:] == [5.0, None, None] and losses[0] == pytest.approx(5.693147)
+    losses = [row.get("val_loss") for row in rows]
+    assert losses == [pytest.approx(5.693147), 5.0, None, None]
     table = (work / "sweep.md").read_text()
-    assert table.startswith("| status | low_rank.rank | optimizer.lr | parameters |")
+    assert table.startswith("| low_rank.rank | optimizer.lr | status | why | parameters |")
     said, told = capsys.readouterr()
     assert table.strip() in said
-    assert "2/4 rank-16_lr-0.002: starts\n2/4 rank-16_lr-0.002: finished, validation loss 5" in told
-    assert told.rstrip().endswith("4/4 rank-32_lr-0.002: failed: error: rank 1 failed")
+    assert "rank-16_lr-0.002: starts\nrank-16_lr-0.002: finished: loss 5.0000\n" in told
+    assert told.rstrip().endswith("rank-32_lr-0.002: failed: error: rank 1 failed")
     standin.clear()
     assert sweep.main(command(tmp_path, "16,32")) == 1
     assert folders(standin) == ["rank-32_lr-0.001", "rank-32_lr-0.002"]
@@ -84,7 +83,7 @@ def test_a_divergence_is_a_result(tmp_path, standin):
     assert sweep.main(grid) == 0
     rows = json.loads((tmp_path / "w/sweep.json").read_text())
     assert [row["status"] for row in rows] == ["finished", "diverged"]
-    assert rows[1]["val_loss"] is None and rows[1]["why"] == "error: step 2: its own words"
+    assert "val_loss" not in rows[1] and rows[1]["why"] == "error: step 2: its own words"
     standin.clear()
     assert sweep.main(grid) == 0 and not standin
 
@@ -95,9 +94,11 @@ def test_a_stop_signal_is_passed_on_and_nothing_more_starts(tmp_path, standin, c
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):  # the process ends with it: `__main__`
         sweep.main(command(tmp_path, "64,16"))
+    signal.signal(signal.SIGINT, before)
     assert folders(standin) == ["rank-64_lr-0.001"]
     assert "stopped: run the same command to continue" in capsys.readouterr().err
     rows = json.loads((tmp_path / "ranks/sweep.json").read_text())
@@ -131,8 +132,8 @@ def test_refused_points(tmp_path, standin, capsys, monkeypatch):
     grid = [CONFIG, "--set", "parallelism.tp_plan=btp,megatron", f"--out={tmp_path / 'w'}", *SHORT]
     assert sweep.main(grid) == 2
     assert "parallelism.tp_plan: got 'megatron'" in capsys.readouterr().err and not standin
-    assert sweep.main([*grid, "--skip_refused", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    assert sweep.main([*grid, "--skip_refused"]) == 0
+    rows = json.loads((tmp_path / "w/sweep.json").read_text())
     assert rows[1]["status"] == "refused" and rows[1]["why"].startswith("parallelism.tp_plan")
     assert folders(standin) == ["tp_plan-btp"]
 
@@ -142,7 +143,7 @@ def test_refused_points(tmp_path, standin, capsys, monkeypatch):
     [
         (["--set=rank=3"], "--set: got 'rank=3', expected section.key=value,value"),
         (["--set=a.b=1e-3,0.001"], "each value once"),
-        (["--set=optimizer.lr=nan,inf", "--skip_refused"], "optimizer.lr: got nan"),
+        (["--set=optimizer.lr=nan,inf"], "optimizer.lr: got nan"),
         (["--set=job.dump_folder=a,b"], "job.dump_folder: got"),
         (["--set=a.b=1", "--metrics.wandb_group=a"], "metrics.wandb_group: got"),
         (["--set=low_rank.rank=3", "--out=README.md"], "README.md"),
