@@ -31,7 +31,7 @@ from typing import Any
 from torchtitan_lr.commands.parser import OneLineParser, check_toml
 from torchtitan_lr.config.parse import load_toml
 from torchtitan_lr.config.paths import shipped_configs
-from torchtitan_lr.config.schema import Model, Optimizer, Training, least_ranks
+from torchtitan_lr.config.schema import Model, Training, least_ranks
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError, require
 
@@ -81,7 +81,6 @@ def list_configs() -> list[dict[str, Any]]:
                 "name": name,
                 "model": model.get("name", Model.name),
                 "flavor": model.get("flavor", Model.flavor),
-                "optimizer": toml.get("optimizer", {}).get("name", Optimizer.name),
                 "dataset": training.get("dataset", Training.dataset),
                 "ranks": least_ranks(toml.get("parallelism", {})),
                 "steps": training.get("steps"),

@@ -12,7 +12,6 @@ llama_svd) becomes one; others bring their code, to be loaded with trust_remote_
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         export.check_hf_exportable(model_args, args.keep_factors)
         kind = "llama" if export.is_hf_llama(model_args, args.keep_factors) else "coded"
     assets = config.model.hf_assets_path
-    tokenizer = _tokenizer(assets, model_args)
-    weights = loading.load_weights(step, model_args, assets if tokenizer else "")
+    tokenizer = loading.load_tokenizer(assets, model_args)
+    weights = loading.load_weights(step, model_args, assets)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
         with unfinished(args.out) as aside:
@@ -66,24 +65,12 @@ def run(args: argparse.Namespace) -> int:
                 export.export_hf(model_args, weights, aside, dtype, args.keep_factors)
             else:
                 export.export_factored(model_args, weights, aside, dtype)
-            if tokenizer is not None:
-                _add_tokenizer(tokenizer, aside, model_args.max_seq_len)
+            _add_tokenizer(tokenizer, aside, model_args.max_seq_len)
             write_card(model_args, config, step, aside, kind, args.license)
     except OSError as error:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
-    if tokenizer is None:
-        print(escaped(f"no tokenizer in {assets}: exported without one"), file=sys.stderr)
     print(escaped(f"{step} ({args.format}) -> {args.out}"))
     return 0
-
-
-def _tokenizer(assets: str, model_args: Any) -> Any:
-    """Return a run's tokenizer; None if it is no longer there."""
-    from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
-    from torchtitan_lr.training.loading import load_tokenizer
-
-    there = (resolve_assets_path(assets) / HF_FILE).is_file()
-    return load_tokenizer(assets, model_args) if there else None
 
 
 def _add_tokenizer(tokenizer: Any, out: Path, length: int) -> None:

@@ -2,8 +2,8 @@
 """Argument parsing and errors of all subcommands.
 
 The checkpoint or the TOML file is the first argument, ``--section.key=value`` overrides the TOML,
-``--out`` is the output path, ``--json`` prints data instead of a table. ``--help`` shows every
-default. An error is one line, ``error: ...``, with status 2.
+OUT or ``--out`` is the output path, ``--json`` prints data. ``--help`` shows every default. An
+error is one line, ``error: ...``, with status 2.
 """
 
 import argparse

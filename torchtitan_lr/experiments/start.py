@@ -57,11 +57,7 @@ def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None
         RANKS_RESULT: str(result),
     }
     command = [module, *arguments, f"--job.dump_folder={folder}"]
-    try:
-        _, failure = run_ranks(environment, command, folder, variables)
-    except BaseException:  # a signal
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    _, failure = run_ranks(environment, command, folder, variables)
     if failure is not None:
         raise RunFailedError(f"error: {failure}; its output: {failure.output}")
     found = json.loads(result.read_text())

@@ -22,6 +22,7 @@ from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, escaped, require
 from torchtitan_lr.experiments.start import place_run
+from torchtitan_lr.launch.processes import say
 from torchtitan_lr.launch.run_state import (
     DIVERGED,
     EXIT_STATUS,
@@ -236,7 +237,7 @@ class Sweep:
                     free += run.gpus
                     self._finish(run)
         except KeyboardInterrupt:
-            print("stopped: run the same command to continue", file=sys.stderr)
+            say("stopped: run the same command to continue")
             raise
         finally:
             for run in active:
@@ -248,7 +249,7 @@ class Sweep:
     def _start(self, point: Point, gpus: list[str]) -> _Started:
         """Start a point's training through the launcher; a run with a checkpoint resumes."""
         point.save(self.work, "cut off")  # the status if this process dies before the run's end
-        _say(f"{point.name}: starts")
+        say(escaped(f"{point.name}: starts"))
         folder = self.work / point.name
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         command = [
@@ -287,9 +288,11 @@ class Sweep:
             point.save(self.work, FINISHED)
         else:
             point.save(self.work, STOPPED, "before its last step")
-        told = [point.name, point.row["status"], point.row["why"]]
-        loss = point.row.get("val_loss")
-        _say(": ".join(filter(None, [*told, "" if loss is None else f"loss {loss:.4f}"])))
+        row = point.row
+        told = ": ".join(filter(None, [point.name, row["status"], row["why"]]))
+        if row.get("val_loss") is not None:
+            told += f", validation loss {row['val_loss']:.4f}"
+        say(escaped(told))
         self._write()
 
     def _write(self) -> None:
@@ -304,10 +307,6 @@ def _visible_gpus() -> list[str]:
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
-
-
-def _say(line: str) -> None:
-    print(escaped(line), file=sys.stderr, flush=True)
 
 
 def last_error(output: str, status: int) -> str:

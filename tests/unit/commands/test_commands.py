@@ -14,6 +14,8 @@ from tests.support.run_folders import write_run
 from torchtitan_lr.commands.main import COMMANDS, main
 from torchtitan_lr.config.paths import shipped_configs
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
 
 HELP = f"""

@@ -58,7 +58,7 @@ def test_points_with_a_result_do_not_run_again(tmp_path, standin, capsys):
     assert table.startswith("| low_rank.rank | optimizer.lr | status | why | parameters |")
     said, told = capsys.readouterr()
     assert table.strip() in said
-    assert "rank-16_lr-0.002: starts\nrank-16_lr-0.002: finished: loss 5.0000\n" in told
+    assert "rank-16_lr-0.002: starts\nrank-16_lr-0.002: finished, validation loss 5.0000\n" in told
     assert told.rstrip().endswith("rank-32_lr-0.002: failed: error: rank 1 failed")
     standin.clear()
     assert sweep.main(command(tmp_path, "16,32")) == 1
