@@ -106,27 +106,21 @@ def read_prompts(source: Path) -> list[str]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        prompt: Any = line.removesuffix("\r")
-        if source.suffix == ".jsonl" or (piped and line.startswith("{")):
-            try:
-                prompt = parse_json(line)["prompt"]
-            except (ValueError, KeyError):
-                prompt = None
-        if not isinstance(prompt, str):
-            want = 'a line such as {"prompt": "text"}'
-            raise DataError("--prompts", f"{source}:{number}", want)
-        _check_text(f"--prompts, {source}:{number}", prompt)
+        is_json = source.suffix == ".jsonl" or (piped and line.startswith("{"))
+        try:
+            prompt = parse_json(line)["prompt"] if is_json else line.removesuffix("\r")
+            prompt.encode()  # JSON can have halves of surrogate pairs
+        except (ValueError, KeyError, AttributeError) as error:
+            want = 'text in UTF-8, or a line such as {"prompt": "text"}'
+            raise DataError("--prompts", f"{source}:{number}", want) from error
         prompts.append(prompt)
     require(prompts, "--prompts", str(source), "at least one line that is not empty")
     return prompts
 
 
 def _check_text(key: str, text: str) -> None:
-    """Raise for lone surrogates: JSON can have them, and bytes that are not UTF-8 become some."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(key, text, f"text in UTF-8 (position {error.start})") from error
+    """Refuse bytes of the command line or of a terminal that are not UTF-8."""
+    require(text.encode(errors="ignore").decode() == text, key, text, "text in UTF-8")
 
 
 def converse(
