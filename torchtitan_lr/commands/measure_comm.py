@@ -24,7 +24,7 @@ from typing import Any
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import one_of, require
-from torchtitan_lr.scaling.start import place_run, report_from_rank, run_on_ranks
+from torchtitan_lr.experiments.start import place_run, report_from_rank, run_on_ranks
 
 QUIET = [
     "--training.steps=1",

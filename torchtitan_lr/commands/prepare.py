@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
-from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.errors import escaped, require
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.corpus import Corpus
@@ -34,22 +34,16 @@ HUB = "hf:"
 def add_arguments(parser: OneLineParser) -> None:
     """Add the options."""
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to read, in order")
-    parser.add_argument("--tokenizer", help="folder of a tokenizer.json")
+    parser.add_argument("--tokenizer", default="", help="folder of a tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument(
-        "--tokens",
-        type=float,
-        help="of each source at least; it ends with the piece of text that reaches them",
-    )
-    parser.add_argument(
-        "--max_bad_records", type=int, default=0, help="records that may be lost (default 0)"
-    )
-    parser.add_argument("--text_column", default="text", help="of .jsonl, .parquet and the Hub")
+    least = "of each source at least; it ends with the piece of text that reaches them"
+    parser.add_argument("--tokens", type=float, help=least)
+    parser.add_argument("--max_bad_records", type=int, default=0, help="records that may be lost")
+    parser.add_shared("--text_column")
     parser.add_argument("--hf_name", help="the dataset's configuration, such as en")
-    parser.add_argument("--hf_split", default="train", help="the dataset's split (default train)")
-    parser.add_argument(
-        "--verify", action="store_true", help="read all of a prepared folder, and check it"
-    )
+    parser.add_argument("--hf_split", default="train", help="the dataset's split")
+    verify = "read all of a prepared folder, and check it"
+    parser.add_argument("--verify", action="store_true", help=verify)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,18 +69,14 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
     from torchtitan_lr.data.tokenize import prepare_folder
     from torchtitan_lr.data.tokenizer import build_tokenizer
 
-    if not args.sources:
-        raise ConfigError("SOURCE", "", "a file, folder or pattern, python_stdlib or hf:owner/name")
-    if not args.tokenizer:
-        raise ConfigError("--tokenizer", args.tokenizer, "a folder, such as my_tokenizer")
-    if args.tokens is not None and not 1 <= args.tokens < 2**63:
-        raise ConfigError("--tokens", args.tokens, "a positive number such as 1e9")
+    want = "a file, folder or pattern, python_stdlib or hf:owner/name"
+    require(args.sources, "SOURCE", "", want)
+    require(args.tokenizer, "--tokenizer", "", "a folder, such as my_tokenizer")
+    fits = args.tokens is None or 1 <= args.tokens < 2**63
+    require(fits, "--tokens", args.tokens, "a positive number such as 1e9")
     check_at_least(args, max_bad_records=0)
     model = SimpleNamespace(hf_assets_path=args.tokenizer)
-    try:
-        tokenizer = build_tokenizer(SimpleNamespace(model=model))
-    except ConfigError as error:
-        raise ConfigError("--tokenizer", error.got, error.want) from error
+    tokenizer = build_tokenizer(SimpleNamespace(model=model))
     readers = [Reader(source) for source in _sources(args)]
     return prepare_folder(readers, tokenizer, args.out, "--out", args.max_bad_records)
 
@@ -97,19 +87,17 @@ def _sources(args: argparse.Namespace) -> "list[Source]":
 
     found: list[Source] = []
     tokens = None if args.tokens is None else int(args.tokens)
+    local = Source("local", (), "SOURCE", column=args.text_column, tokens=tokens)
     for given in args.sources:
         if given in LIBRARIES:
             found.append(Source(given, (), "SOURCE", tokens=tokens))
         elif given.startswith(HUB):
             name = given.removeprefix(HUB)
             require(name, "SOURCE", given, "the name of a dataset, such as hf:owner/name")
-            source = Source("hf", (name,), "SOURCE", column=args.text_column)
-            source = replace(source, config=args.hf_name, split=args.hf_split, tokens=tokens)
-            found.append(source)
+            source = replace(local, name="hf", paths=(name,))
+            found.append(replace(source, config=args.hf_name, split=args.hf_split))
         elif found and found[-1].name == "local":
             found[-1] = replace(found[-1], paths=(*found[-1].paths, given))
         else:
-            found.append(
-                Source("local", (given,), "SOURCE", column=args.text_column, tokens=tokens)
-            )
+            found.append(replace(local, paths=(given,)))
     return found

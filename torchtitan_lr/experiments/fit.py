@@ -13,16 +13,13 @@ from scipy import optimize, stats
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
+# Difference of log L from which a point counts linearly, not squared (Hoffmann et al., D.2)
 HUBER = 1e-3
-"""Difference of log L from which a point counts linearly, not squared (Hoffmann et al., D.2)."""
-
 EDGES = (0.025, 0.975)  # the quantiles of an interval
-
-LEAST_POINTS, DRAWS = 4, 500
-"""Points of different FLOPs that a law needs (it has three parameters); resamples of a fit."""
-
+LEAST_POINTS = 4  # of different FLOPs that a law needs: it has three parameters
+DRAWS = 500  # resamples of a fit
+# Bounds of log E, log A and alpha; exp(-14) stands for no floor, or no such term
 _LIMITS = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
-"""Bounds of log E, log A and alpha; exp(-14) stands for no floor, or no such term."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class Fit:
     """A law with its bootstrap."""
 
     law: Law  # the law of all points
-    points: int  # number of points of different FLOPs
     draws: list[Law]  # laws of resampled points
 
     def interval(self, name: str) -> tuple[float, float, float]:
@@ -59,15 +55,14 @@ class Fit:
 
 def fit_points(points: Array, draws: int = DRAWS) -> Fit | None:
     """Fit a law to C and the loss (points, 2); None below `LEAST_POINTS` different C."""
-    different = len(np.unique(points[:, 0]))
-    if different < LEAST_POINTS:
+    if len(np.unique(points[:, 0])) < LEAST_POINTS:
         return None
     law, laws, generator = fit_law(points), [], np.random.default_rng(0)
     for _ in range(draws):
         chosen = points[generator.integers(0, len(points), len(points))]
         if len(np.unique(chosen[:, 0])) >= 3:
             laws.append(fit_law(chosen, law))
-    return Fit(law, different, laws)
+    return Fit(law, laws)
 
 
 def fit_law(points: Array, start: Law | None = None) -> Law:
@@ -80,14 +75,15 @@ def fit_law(points: Array, start: Law | None = None) -> Law:
         law = np.exp(theta[0]) + np.exp(theta[1] - theta[2] * logs)
         return np.asarray(np.log(law / losses))
 
-    starts = []
+    found = []
     for alpha in np.geomspace(0.02, 2.0, 7) if start is None else [start.alpha]:
-        # E and A by least squares of relative errors, not negative.
+        # Begin with E and A by least squares of relative errors, not negative.
         columns = np.column_stack([np.ones(len(logs)), np.exp(-alpha * logs)])
         solution, _ = optimize.nnls(columns / losses[:, None], np.ones(len(logs)))
-        starts.append([*np.log(np.maximum(solution, 1e-6)), alpha])
-    options: dict[str, Any] = {"bounds": _LIMITS, "loss": "huber", "f_scale": HUBER}
-    found = [optimize.least_squares(residual, np.clip(s, *_LIMITS), **options) for s in starts]
+        begin = np.clip([*np.log(np.maximum(solution, 1e-6)), alpha], *_LIMITS)
+        found.append(
+            optimize.least_squares(residual, begin, bounds=_LIMITS, loss="huber", f_scale=HUBER)
+        )
     theta = min(found, key=lambda result: float(result.cost)).x
     return Law(float(np.exp(theta[0])), float(np.exp(theta[1])), float(theta[2]), unit)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``sweep`` with real runs on two ranks, and ``scaling`` on one."""
+"""``scaling`` with real runs."""
 
 import json
 import sys

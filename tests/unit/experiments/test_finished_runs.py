@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from scripts.research import finished_runs, result_tables
-from tests.unit.scaling.test_experiment import TOML
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.plan import Plan
-from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep, settings_of
+from tests.unit.experiments.test_experiment import TOML
+from torchtitan_lr.experiments.experiment import read_experiment
+from torchtitan_lr.experiments.plan import Plan
+from torchtitan_lr.experiments.sweep import POINT_FILE, Point, read_results, settings_of
 
 COMMIT = "c0ffee12"
 
@@ -30,7 +29,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "x.toml").write_text(TOML)
     experiment = read_experiment(str(tmp_path / "x.toml"))
     there, here = tmp_path / "there", tmp_path / "here"
-    full = Plan(experiment, there).searches({})["full", "a"]
+    full = Plan(experiment, there).searched({}).points[:3]
     for point, status in zip(full, ("finished", "diverged", "cut off"), strict=True):
         record(there, point, status, "/elsewhere/train_configs/debug_full.toml")
     assert finished_runs.main(["store", "x", str(there)]) == 0
@@ -38,8 +37,8 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert [*stored] == sorted(point.name for point in full[:2])
     assert all(len(run["commit"]) >= 8 and run["torch"][0] == "2" for run in stored.values())
     assert finished_runs.main(["begin", "x", str(here)]) == 0
-    points = Plan(experiment, here).searches({})["full", "a"]
-    Sweep(here, points)  # it refuses runs of other settings
+    points = Plan(experiment, here).searched({}).points[:3]
+    read_results(here, points)  # it refuses runs of other settings
     assert [point.is_done for point in points] == [True, True, False]
     assert points[0].row["val_loss"] == 4.5
     assert finished_runs.restore("x", finished_runs.plan_of("x", here)) == 0
@@ -53,46 +52,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     # The control: an experiment of other settings refuses the stored runs.
     other = Plan(read_experiment(str(tmp_path / "x.toml"), ["--optimizer.beta1=0.8"]), here)
     with pytest.raises(ValueError, match="of other settings"):
-        Sweep(here, other.searches({})["full", "a"])
-
-
-def test_tables_follow_from_the_stored_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
-    (tmp_path / "x.toml").write_text(TOML.replace("learning_rates = [5e-4, 1e-3, 2e-3]", ""))
-    plan = Plan(read_experiment(str(tmp_path / "x.toml")), tmp_path / "work")
-    runs = {}
-    for point in plan.main_points(plan.rates(plan.searches({}), {})[0]):
-        family, size, seed = (point.settings[key] for key in ("family", "size", "seed"))
-        loss = 4.0 + 0.5 * (family == "cola") + 0.25 * seed * (1 + (family == "cola"))
-        arguments = [text.replace(f"={plan.work}/", "=WORK/") for text in point.arguments]
-        row = {"status": "finished", "val_loss": loss}
-        run = {"arguments": ["CONFIG", *arguments], "row": row}
-        if size == "a":
-            runs[point.name] = run | {"commit": COMMIT, "torch": "2.99"}
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(runs))
-    page = "before\n<!-- table: x -->\nold\n<!-- end of table: x -->\nafter\n"
-    written = result_tables.with_tables(page, "x")
-    # Seeds 0 and 1: 4, 4.25 and 4.5, 5. Student's t of one degree of freedom: 12.706.
-    half = 12.7062 * 0.25 / 2
-    assert "| full | 4.125 ± 0.177 (0.001) | - |\n" in written
-    assert (
-        f"| 4.750 ± 0.354 (0.001) | +0.625 [{0.625 - half:+.3f}, {0.625 + half:+.3f}] |" in written
-    )
-    assert (
-        f"4 runs, seeds 0, 1; commit {COMMIT}, torch 2.99; `scripts/research/results.sh x`"
-        in written
-    )
-    assert "old" not in written and written.startswith("before\n") and written.endswith("after\n")
-    assert result_tables.with_tables(written, "x") == written
-    with pytest.raises(ConfigError, match="table: x"):
-        result_tables.with_tables("a page without its lines", "x")
-    # The control: with another loss the page is out of date.
-    next(iter(runs.values()))["row"]["val_loss"] += 0.01
-    path.write_text(json.dumps(runs))
-    assert result_tables.with_tables(written, "x") != written
+        read_results(here, other.searched({}).points)
 
 
 PAGE = result_tables.PAGE.read_text()

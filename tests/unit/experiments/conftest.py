@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.scaling import start as starting
+from torchtitan_lr.experiments import sweep
 
-POPEN = starting.subprocess.Popen
+POPEN = sweep.subprocess.Popen
 
 
 @pytest.fixture
@@ -21,6 +21,6 @@ def standin(monkeypatch):
         program = str(Path(__file__).with_name("standin.py"))
         return POPEN([sys.executable, "-S", program, *command[4:]], **options)
 
-    monkeypatch.setattr(starting.subprocess, "Popen", popen)
+    monkeypatch.setattr(sweep.subprocess, "Popen", popen)
     monkeypatch.setenv("NGPU", "1")
     return started

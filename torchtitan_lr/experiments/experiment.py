@@ -1,15 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The file of a scaling experiment: one TOML, strictly typed. Reading it needs no torch."""
+"""The file of an experiment: one TOML, strictly typed. Reading it needs no torch."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lr.config.parse import check_toml, load_toml
-from torchtitan_lr.config.paths import SHIPPED, find_config
-from torchtitan_lr.errors import ConfigError, one_of
+from torchtitan_lr.config.paths import SHIPPED
+from torchtitan_lr.errors import ConfigError, one_of, require
 
 FOLDER = SHIPPED / "experiments"  # the shipped experiments
 
@@ -44,7 +43,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A scaling experiment."""
+    """An experiment: its families at its sizes, budgets and seeds."""
 
     name: str = ""
     config: str = ""  # TOML of all runs, a path or the name of a shipped file
@@ -62,9 +61,7 @@ class Experiment:
     # Values to try, ascending; one value is used without a search
     learning_rates: list[float] = field(default_factory=lambda: [1e-3])
     # Sizes at which they are tried; empty for all. The first tries all values, a later one those
-    # beside the best; a grid whose best is at its end goes on. Beyond three sizes or more the rate
-    # is on a line through log(learning rate) over log(N), beyond fewer it is that of the largest
-    # one.
+    # beside the best; a grid whose best is at its end goes on. Other sizes have the last one's.
     search: list[str] = field(default_factory=list)
     families: dict[str, Family] = field(default_factory=dict)
     sizes: dict[str, Size] = field(default_factory=dict)  # the sizes by name, ascending
@@ -74,9 +71,8 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read and check an experiment; sizes and families have what they inherit."""
     shipped = FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"
     path = Path(text) if Path(text).is_file() else shipped
-    if not path.is_file():
-        known = one_of(sorted(path.stem for path in FOLDER.glob("*.toml")), text)
-        raise ConfigError("EXPERIMENT", text, f"a TOML file, or {known}")
+    known = (path.stem for path in sorted(FOLDER.glob("*.toml")))
+    require(path.is_file(), "EXPERIMENT", text, f"a TOML file, or {one_of(known, text)}")
     values = load_toml(str(path))
     families = _tables("families", values.pop("families", {}), Family)
     sizes = _tables("sizes", values.pop("sizes", {}), Size)
@@ -95,7 +91,6 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
         sizes[name] = replace(size, seeds=size.seeds or given.seeds, budgets=budgets)
     given = replace(
         given,
-        overrides=[*given.overrides, *last],
         reference=given.reference or next(iter(families)),
         search=given.search or list(sizes),
         families=families,
@@ -106,8 +101,8 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def _tables(key: str, tables: Any, kind: Any) -> dict[str, Any]:
-    if not isinstance(tables, dict) or not tables:
-        raise ConfigError(key, tables, f"at least one table [{key}.NAME]")
+    named = isinstance(tables, dict) and tables
+    require(named, key, tables, f"at least one table [{key}.NAME]")
     found = {}
     for name, table in tables.items():
         if not isinstance(table, dict) or "/" in name:
@@ -117,47 +112,13 @@ def _tables(key: str, tables: Any, kind: Any) -> dict[str, Any]:
 
 
 def _check(given: Experiment) -> None:
-    """Refuse values that cannot be run."""
-    config = Path(find_config(given.config)).is_file()
-    checks: list[tuple[str, Any, bool, str]] = [
-        ("name", given.name, bool(given.name) and "/" not in given.name, "a name without /"),
-        ("config", given.config, config, "a TOML file, or a shipped one such as debug_full"),
-        ("reference", given.reference, given.reference in given.families, "one of the families"),
-        ("search", given.search, {*given.search} <= {*given.sizes}, "some of the sizes"),
-        ("ranks", given.ranks, given.ranks > 0, "1 or more"),
-        ("learning_rates", given.learning_rates, *_grid(given.learning_rates)),
-        ("seeds", given.seeds, *_different(given.seeds)),
-        (
-            "tokens_per_parameter",
-            given.tokens_per_parameter,
-            *_different(given.tokens_per_parameter),
-        ),
-    ]
-    for name, size in given.sizes.items():
-        sides = (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
-        shape = not any(sides) if size.flavor else min(sides) > 0
-        want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
-        checks.append((f"sizes.{name}", size.flavor or sides, shape, want))
-        checks.append((f"sizes.{name}.seeds", size.seeds, *_different(size.seeds)))
-        checks.append((f"sizes.{name}.budgets", size.budgets, *_different(size.budgets)))
+    """Refuse what no run's own check would refuse."""
+    require(given.name and "/" not in given.name, "name", given.name, "a name without /")
+    known = given.reference in given.families
+    require(known, "reference", given.reference, "one of the families")
+    require({*given.search} <= {*given.sizes}, "search", given.search, "some of the sizes")
     for name, family in given.families.items():
         grid = family.learning_rates
-        checks.append((f"families.{name}.learning_rates", grid, *_grid(grid)))
-        checks.append((f"families.{name}.ranks", family.ranks, family.ranks > 0, "1 or more"))
-    for key, got, right, want in checks:
-        if not right:
-            raise ConfigError(key, got, want)
-
-
-def _different(numbers: Sequence[float]) -> tuple[bool, str]:
-    """Return whether these can be seeds or budgets, and what would be."""
-    right = 0 < len(numbers) == len({*numbers})
-    right = right and all(0 <= number < math.inf for number in numbers)
-    return right, "at least one, different numbers of 0 or more"
-
-
-def _grid(rates: list[float]) -> tuple[bool, str]:
-    """Return whether these can be a grid of learning rates, and what would be."""
-    right = rates == sorted({*rates}) and len(rates) not in (0, 2)
-    right = right and rates[0] > 0 and rates[-1] < math.inf
-    return right, "one value, or at least three in ascending order"
+        fits = grid == sorted({*grid}) and len(grid) not in (0, 2)
+        want = "one value, or at least three in ascending order"
+        require(fits, f"families.{name}.learning_rates", grid, want)
