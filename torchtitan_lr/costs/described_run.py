@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Description of a run for estimates: model, plan, mesh, and modules of each pipeline rank."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,14 +153,10 @@ class Run:
         shapes = dict(self.global_shapes)
         if self.tp == 1:
             return shapes
-        split: dict[str, int] = {}  # dimension by parameter
-        for module, style in PLANS[self.settings.plan].split(self.args, self.settings).items():
-            for name, placement in style.placements.items():
-                if isinstance(placement, Shard):
-                    split[f"{module}.{name}"] = placement.dim
         for name, shape in shapes.items():
-            dim = split.get(re.sub(r"^layers\.\d+", "layers.*", name))
-            if dim is not None:
+            placement = PLANS[self.settings.plan].placement(name)
+            if isinstance(placement, Shard):
+                dim = placement.dim
                 shapes[name] = (*shape[:dim], shape[dim] // self.tp, *shape[dim + 1 :])
         return shapes
 

@@ -6,14 +6,17 @@ a plan reads weights by `local` and calls the collectives itself, which spares D
 per operation and compiles as one graph.
 """
 
-from collections.abc import Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_lr.collectives import TOKENS, Ranks, local
@@ -40,6 +43,22 @@ class TPSettings:
     comm: Literal["all_reduce", "sequence"] = "all_reduce"
     # From other keys: whether CAAT-Net's backward sums in fp32 while it sends half precision.
     wide_sums: bool = False
+
+
+class Placed(ParallelStyle):
+    """Makes a module's parameters DTensors; what the ranks send for them is the plan's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placements: dict[str, Placement] = {}  # by the name of a parameter in the module
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self.placements.items():
+            parameter = module.get_parameter(name)
+            # Every rank has the same full value (none on the meta device): no broadcast.
+            sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded))
+        return module
 
 
 class Plan(OneDevice):
@@ -76,6 +95,15 @@ class Plan(OneDevice):
         first, second = cls.attention if ".attention." in name else cls.feed_forward
         ends = (".B.weight",) if cls.low_rank else (".wo.weight", ".w2.weight")
         return second if name.endswith(ends) else first
+
+    @classmethod
+    def styles(cls, parameters: Iterable[str]) -> dict[str, Placed]:
+        """Return the plan of `parallelize_module`: a style for each module with parameters."""
+        found: dict[str, Placed] = defaultdict(Placed)
+        for name in parameters:
+            module, _, parameter = name.rpartition(".")
+            found[module].placements[parameter] = cls.placement(name)
+        return dict(found)
 
     @classmethod
     def widths(cls, args: LlamaArgs) -> dict[str, int]:

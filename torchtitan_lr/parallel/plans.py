@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.errors import ConfigError
@@ -35,12 +36,8 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
         return
     args: LlamaArgs = model.model_args  # type: ignore[assignment]
     plan = PLANS[settings.plan](args, settings, Ranks.of(tp_mesh))
-    for name, parameter in list(model.named_parameters()):
-        # Every rank has the same full value: no broadcast.
-        placements = [plan.placement(name)]
-        sharded = distribute_tensor(parameter, tp_mesh, placements, src_data_rank=None)
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(leaf, nn.Parameter(sharded))
+    names = [name for name, _ in model.named_parameters()]
+    parallelize_module(model, tp_mesh, plan.styles(names))
     use_plan(model, plan)
 
 

@@ -23,6 +23,13 @@ OVERRIDES = [  # ours, upstream's, its parameters, the method of upstream that c
         "self group params_with_grad grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps",
         "torch.optim:Adam.step",
     ),
+    # Tensor-parallel styles implement this method; torch has no public name for it.
+    (
+        "torchtitan_lr.parallel.plan_parts:Placed._apply",
+        "torch.distributed.tensor.parallel:ParallelStyle._apply",
+        "self module device_mesh",
+        "torch.distributed.tensor.parallel.api:parallelize_module",
+    ),
     # Upstream deletes by number; an incomplete folder would displace a complete one.
     (
         "torchtitan_lr.training.checkpoint:CheckpointManager._purge_stale_checkpoints",
