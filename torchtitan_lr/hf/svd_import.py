@@ -28,7 +28,7 @@ SHARED_INPUTS = {
 }
 """The linears of a block, each with the first one that has the same input."""
 
-_EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
+_GROUPS = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """``({"input": (b, s)}, labels (b, s))``; tokens without a label are padding."""
@@ -152,8 +152,8 @@ class CalibrationStream:
             moments[first] = moments[first] + product if first in moments else product
 
         for first in set(SHARED_INPUTS.values()):
-            # The block calls the edges of `_EDGES`, not the linears behind them.
-            linear = block.get_submodule(_EDGES.get(first, first))
+            # The block calls the modules of `_GROUPS`, not the linears behind them.
+            linear = block.get_submodule(_GROUPS.get(first, first))
             linear.register_forward_pre_hook(lambda m, x, first=first: note(first, m, x))
         for number, (x, mask) in enumerate(self._batches):
             valid = mask.to(self._device)
