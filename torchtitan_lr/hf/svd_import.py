@@ -26,7 +26,7 @@ SHARED_INPUTS = {
 }
 """The linears of a block, each with the first one that has the same input."""
 
-_EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
+_GROUPS = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
 
 RIDGE = 1e-8
 """Added to the diagonal of the second moments, in units of its mean: it orders the directions that
@@ -122,8 +122,8 @@ def _advance(
         moments[first] = moments.get(first, 0) + x.T @ x / tokens
 
     for first in set(SHARED_INPUTS.values()):
-        # The block calls the edges of `_EDGES`, not the linears behind them.
-        linear = block.get_submodule(_EDGES.get(first, first))
+        # The block calls the modules of `_GROUPS`, not the linears behind them.
+        linear = block.get_submodule(_GROUPS.get(first, first))
         linear.register_forward_pre_hook(lambda _, x, first=first: note(first, x[0]))
     for number, (x, mask) in enumerate(stream):
         valid = mask.to(table.device)

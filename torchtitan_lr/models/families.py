@@ -78,7 +78,7 @@ class ModelFamily:
             raise ConfigError("low_rank.activation", args.activation, want)
         if args.lanes > 1 and not self.lanes:
             others = " or ".join(family.model_name for family in FAMILIES.values() if family.lanes)
-            want = f"1 for {self.model_name}: only {others} has lanes (svd and cola until 8020035a)"
+            want = f"1 for {self.model_name}: only {others} has lanes"
             raise ConfigError("caat.lanes", args.lanes, want)
 
     def check_overrides(self, section: Any) -> None:

@@ -62,9 +62,9 @@ class OneDevice:
         if isinstance(x, Gated):
             if torch.is_grad_enabled():
                 return [gated_linear(x, linear.A.weight) for linear in linears]
-            x = x.product()  # nothing is kept: the kernel of the product is faster
+            x = x.product()
         x = x if norm is None else norm(x)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # as there, nothing is kept, and Functions do not compile
             return [linear.A(x) for linear in linears]
         return down_products(x, [linear.A.weight for linear in linears])
 

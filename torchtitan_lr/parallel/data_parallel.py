@@ -27,7 +27,7 @@ from torchtitan_lr.compat.fsdp import (
     send_in,
     watch_gradients,
 )
-from torchtitan_lr.compression.settings import compression_settings, merged
+from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.compression.units import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.optim.containers import REPLICAS_WIRE
@@ -122,19 +122,12 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
     # If tensor parallelism splits r already, or if the ranks do not divide the columns, which FSDP2
     # refuses, FSDP2's choice stays and the factor is gathered.
     by_columns: set[Tensor] = set()
-    uneven: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, LowRankLinear):
-            continue
-        weight = module.A.weight
-        rows, columns = local_part(weight).shape
-        if columns % ranks:
-            uneven.append(f"{clean_name(name)}.A.weight ({columns} columns)")
-        elif rows == len(weight):
-            by_columns.add(weight)
-    if uneven:
-        what = "FSDP splits along r, and the optimizer gathers, what %d ranks do not divide: %s"
-        logger.info(what, ranks, merged(uneven))
+    for module in model.modules():
+        if isinstance(module, LowRankLinear):
+            weight = module.A.weight
+            rows, columns = local_part(weight).shape
+            if rows == len(weight) and columns % ranks == 0:
+                by_columns.add(weight)
     return lambda parameter: Shard(int(parameter in by_columns))
 
 

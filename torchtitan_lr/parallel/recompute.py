@@ -21,6 +21,7 @@ from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, F
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
 from torchtitan_lr.models.recomputation import checkpoint_block, mark_in_graphs
+from torchtitan_lr.parallel.context import GatheredAttention
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
@@ -74,8 +75,6 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
     section: Any = job_config.activation_checkpoint
     if section.mode == "none":
         return
-    from torchtitan_lr.parallel.context import GatheredAttention  # which builds on this module
-
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
     else:
