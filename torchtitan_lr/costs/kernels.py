@@ -66,7 +66,7 @@ class Work:
         for product, calls in other.products.items():
             products[product] += times * calls  # type: ignore[assignment]
         return Work(
-            Counter({product: calls for product, calls in products.items() if calls}),
+            products,
             self.attention + times * other.attention,
             self.traffic + times * other.traffic,
             self.kernels + times * other.kernels,
