@@ -58,7 +58,7 @@ class Work:
     # FLOPs of fused attention; the masked half of the scores is not computed
     attention: float = 0.0
     traffic: float = 0.0  # bytes that the other kernels read and write
-    kernels: float = 0.0  # number of kernels, products and attention included
+    kernels: float = 0.0  # number of those and of attention's
 
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         """Return this work and ``times`` the other."""
@@ -66,7 +66,7 @@ class Work:
         for product, calls in other.products.items():
             products[product] += times * calls  # type: ignore[assignment]
         return Work(
-            Counter({product: calls for product, calls in products.items() if calls}),
+            products,
             self.attention + times * other.attention,
             self.traffic + times * other.traffic,
             self.kernels + times * other.kernels,
@@ -192,7 +192,7 @@ class Recorder(RehearsalMode):
             others = [operator for operator in mine if not operator.extern]
             traffic = sum(sum(o.reads.values()) + sum(o.writes.values()) for o in others)
             kernels = len(others)
-        kernels += products.total() + len(attention)
+        kernels += len(attention)
         return Work(products, sum(attention), float(traffic), float(kernels))
 
     def _fused(self, backward: bool) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Rows of predicted traffic; elements are counted like in the ledger."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,14 +45,13 @@ forward, backward = partial(of_pass, "forward"), partial(of_pass, "backward")
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """Add up rows that differ only in calls and elements."""
-    merged: dict[Traffic, Traffic] = {}
+    calls: Counter[Traffic] = Counter()
+    elements: Counter[Traffic] = Counter()
     for row in rows:
-        key = replace(row, calls=0, elements=0)
-        old = merged.get(key, key)
-        merged[key] = replace(
-            old, calls=old.calls + row.calls, elements=old.elements + row.elements
-        )
-    return list(merged.values())
+        kind = replace(row, calls=0, elements=0)
+        calls[kind] += row.calls
+        elements[kind] += row.elements
+    return [replace(kind, calls=n, elements=elements[kind]) for kind, n in calls.items()]
 
 
 def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:

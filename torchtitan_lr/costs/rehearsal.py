@@ -8,6 +8,7 @@ which collectives checkpointing repeats.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -203,6 +204,8 @@ def _run(
 ) -> _Run:
     """Run a model forward and backward on tensors without data."""
     with FakeTensorMode(), ExitStack() as recording:
+        gc.freeze()  # what is there already is not searched for what this run leaves
+        recording.callback(gc.unfreeze)
         model = _build(workload, mesh, prepare)
         for parameter in model.parameters():
             # Whole gradients are counted elsewhere, by unit.

@@ -64,8 +64,7 @@ def product_seconds(work: Work, hardware: Hardware) -> float:
 
 def element_wise_seconds(work: Work, hardware: Hardware) -> float:
     """Return the modelled time of a work's other kernels."""
-    kernels = work.kernels - sum(work.products.values())
-    return kernels * hardware.kernel_us * 1e-6 + moved_seconds(work.traffic, hardware)
+    return work.kernels * hardware.kernel_us * 1e-6 + moved_seconds(work.traffic, hardware)
 
 
 def moved_seconds(traffic: float, hardware: Hardware) -> float:

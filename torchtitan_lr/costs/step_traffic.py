@@ -31,20 +31,21 @@ from torchtitan_lr.parallel.stages import stage_boundaries
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
     """Return a rank's traffic in an ordinary step; with a rehearsal, also what it sends again."""
     units = run.units_of(pp_rank)
-    passes = [*model_traffic(run.args, run.settings, run.tp, run.tokens)]
-    passes += context_traffic(run, pp_rank, run.gather)
-    passes += _stage_messages(run, pp_rank)
+    passes = model_traffic(run.args, run.settings, run.tp, run.tokens)
+    passes += _context(run, pp_rank) + _stage_messages(run, pp_rank)
     if rehearsal is not None:
         for stage in run.stages_of(pp_rank):
             in_halves = run.splits_backward and stage > 0
             for block in blocks_of(run.stages[stage]):
                 passes += rehearsal.repeated(block, in_halves)
-    mine = [row for row in passes if row.scope in units or row.mesh_dim == "pp"]
-    rows = times(mine, run.rounds)
+    rows, count = [], run.rounds
+    for row in passes:
+        if row.scope in units or row.mesh_dim == "pp":
+            rows.append(replace(row, calls=count * row.calls, elements=count * row.elements))
     return [*rows, *_data(run, pp_rank), *run.optimizer.traffic(pp_rank)]
 
 
-def context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
+def _context(run: Run, pp_rank: int) -> list[Traffic]:
     """Return a pipeline rank's traffic of context parallelism in a micro-batch.
 
     C ranks share every row: each has n = b·s/C tokens, and gathers of all C·n tokens (Llama 3,
@@ -54,7 +55,10 @@ def context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
     """
     if run.cp == 1:
         return []
-    width = kv_width(run) if gather == "kv" else run.args.rank_attention
+    width = run.args.rank_attention
+    if run.gather == "kv":
+        splits = run.tp > 1 and PLANS[run.settings.plan].shards_heads
+        width = run.args.kv_dim // (run.tp if splits else 1)
     both = [2 * run.cp * run.tokens * width]  # in one message
     rows = []
     for block in blocks_of(run.units_of(pp_rank)):
@@ -62,12 +66,6 @@ def context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
         rows += [make("all_gather", both, *place) for make in (forward, backward)]
         rows.append(backward("reduce_scatter", both, *place))
     return rows
-
-
-def kv_width(run: Run) -> int:
-    """Return the features of k on a tensor-parallel rank, d_kv/T; v has as many."""
-    splits = run.tp > 1 and PLANS[run.settings.plan].shards_heads
-    return run.args.kv_dim // run.tp if splits else run.args.kv_dim
 
 
 def boundaries_of(run: Run) -> list[int]:
@@ -87,11 +85,6 @@ def _stage_messages(run: Run, pp_rank: int) -> list[Traffic]:
         size, place = [run.microbatch * sequence], ("activation", f"boundary {index}", "pp")
         rows += [forward(there, size, *place), backward(back, size, *place)]
     return rows
-
-
-def times(rows: Iterable[Traffic], count: int) -> list[Traffic]:
-    """Return the rows of so many micro-batches."""
-    return [replace(row, calls=count * row.calls, elements=count * row.elements) for row in rows]
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:

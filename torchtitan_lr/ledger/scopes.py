@@ -32,6 +32,7 @@ class ScopeTracker:
         self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()
     ) -> None:
         self.hooks = ExitStack()
+        keep = self.hooks.enter_context  # a handle, which is removed at the end
         self._in_optimizer = False
         self.reducing = False
         self._stack: list[str] = []
@@ -44,7 +45,7 @@ class ScopeTracker:
         for part in model_parts:
             # The root before its children: the loss is between the end of the root's forward and
             # its backward. The root's own parameter is the final norm's.
-            self.hooks.callback(part.register_forward_hook(self._end_model).remove)
+            keep(part.register_forward_hook(self._end_model))
             self._own_unit(part, "head")
             self._follow("embedding", getattr(part, "tok_embeddings", None))
             for name, block in part.get_submodule("layers").named_children():
@@ -52,10 +53,8 @@ class ScopeTracker:
             self._follow("head", getattr(part, "output", None))
 
         for optimizer in optimizers:
-            enter = optimizer.register_step_pre_hook(lambda *_: self._step(True))
-            leave = optimizer.register_step_post_hook(lambda *_: self._step(False))
-            self.hooks.callback(enter.remove)
-            self.hooks.callback(leave.remove)
+            keep(optimizer.register_step_pre_hook(lambda *_: self._step(True)))
+            keep(optimizer.register_step_post_hook(lambda *_: self._step(False)))
 
     @property
     def in_unit(self) -> bool:
@@ -87,7 +86,7 @@ class ScopeTracker:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
-                self.hooks.callback(leave.remove)
+                self.hooks.enter_context(leave)
 
     def _follow(self, scope: str, module: nn.Module | None) -> None:
         if module is None:
@@ -104,17 +103,14 @@ class ScopeTracker:
             self._ranges.append((starts.pop(), autograd.next_node_number(), scope))
 
         # Before FSDP's hook, which creates the node that reduces the gradients.
-        handle = module.register_forward_pre_hook(before, prepend=True)
-        self.hooks.callback(handle.remove)
-        self.hooks.callback(module.register_forward_hook(after).remove)
+        keep = self.hooks.enter_context
+        keep(module.register_forward_pre_hook(before, prepend=True))
+        keep(module.register_forward_hook(after))
         self._own_unit(module, scope)
-
         for inner in autograd.checkpointed_modules(module):
-            begin = inner.register_forward_pre_hook(lambda *_: self._recompute(1))
+            keep(inner.register_forward_pre_hook(lambda *_: self._recompute(1)))
             # Recomputation may stop early with an exception.
-            end = inner.register_forward_hook(lambda *_: self._recompute(-1), always_call=True)
-            self.hooks.callback(begin.remove)
-            self.hooks.callback(end.remove)
+            keep(inner.register_forward_hook(lambda *_: self._recompute(-1), always_call=True))
 
     def _recompute(self, change: int) -> None:
         # The first forward pass runs the inner module too.

@@ -10,7 +10,7 @@ from tests.oracle.tsr import TSRShape, gathered_elements, honest_tsr, linear_sid
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.costs.described_run import Run, read_run
-from torchtitan_lr.costs.step_traffic import context_traffic
+from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.models.args import LlamaArgs
@@ -84,8 +84,12 @@ TP = "--parallelism.tensor_parallel_degree"
 @pytest.mark.parametrize(("name", "tp", "less"), [("cola_7b", 1, 4), ("cola_7b", 2, 2)])
 def test_latents_send_d_kv_over_t_r_times_less(name: str, tp: int, less: int) -> None:
     options = [f"--job.config_file={name}", f"{TP}={tp}"]
-    run = paper_run(8 * tp, *options, "--parallelism.context_parallel_degree=8")
-    kv, latents = (context_traffic(run, 0, gather) for gather in ("kv", "latents"))
+    found = []
+    for gather in ("kv", "latents"):
+        ways = ["--parallelism.context_parallel_degree=8", f"--parallelism.cp_gather={gather}"]
+        run = paper_run(8 * tp, *options, *ways)
+        found.append([row for row in step_traffic(run, 0) if row.mesh_dim == "cp"])
+    kv, latents = found
     assert [row.elements for row in kv] == [less * row.elements for row in latents]
     # One gather forward; in backward another one and a reduce-scatter; k and v in one.
     calls = [(row.pass_, row.op, row.calls) for row in kv[:3]]
