@@ -59,7 +59,7 @@ FORMAT, RECORD, PARTS = "torchtitan_lr tokens 2", "corpus.json", ("train", "held
 BEGUN = "preparing.json"
 """The first file of a preparation; a finished folder has it no more."""
 
-OPEN_SHARDS = 256  # stay open in a process, each with two files; another one opens in 0.1 ms
+OPEN_SHARDS = 256  # stay open in a process, each with two files; another one opens within 1 ms
 CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
 
 DOCUMENTS = "documents"

@@ -241,16 +241,18 @@ class Shares:
         period = min(int(np.lcm.reduce(denominators, dtype=object)), MOST_SLOTS)
         counts = [max(1, round(share * period)) for share in shares]
         counts[int(np.argmax(counts))] += period - sum(counts)  # 0 unless the period was limited
-        self.counts = np.array(counts)  # rows of each part in a period
-        self.slots = np.zeros(period, dtype=np.int64)  # the part of each row of a period
-        # Rows of each part before each slot, and in a whole period.
-        self._before = np.zeros((period + 1, len(counts)), dtype=np.int64)
-        for slot, given in enumerate(self._before[:-1]):
-            due = -(-(given + 1) * period // self.counts)  # of each part's next row, rounded up
-            released = given * period < (slot + 1) * self.counts
-            self.slots[slot] = part = np.where(released, due, period + 1).argmin()
-            self._before[slot + 1] = given
-            self._before[slot + 1, part] += 1
+        slots, before = list[int](), [[0] * len(counts)]
+        for slot in range(period):
+            given = before[-1].copy()
+            rows_of_each = list(enumerate(zip(given, counts, strict=True)))
+            due = [-(-(row + 1) * period // rows) for _, (row, rows) in rows_of_each]  # rounded up
+            released = [i for i, (row, rows) in rows_of_each if row * period < (slot + 1) * rows]
+            part = min(released, key=due.__getitem__)
+            given[part] += 1
+            slots.append(part)
+            before.append(given)
+        # Rows of each part in a period; the part of each row of it; rows of each before each slot.
+        self.counts, self.slots, self._before = map(np.array, (counts, slots, before))
 
     def choose(self, rows: Indices) -> tuple[Indices, Indices]:
         """Return for some rows (n,) the part of each (n,), and its number in that part (n,)."""

@@ -200,14 +200,14 @@ class Reader:
         source = self.source
         if source.name != "hf" or self.commit or data_path(source.paths[0], source.key).is_dir():
             return
-        import huggingface_hub as hub
+        from huggingface_hub import HfApi, constants
 
-        if hub.constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             return
         name, _, revision = source.paths[0].partition("@")
         # One request first: without a network `datasets` tries for a minute per file.
         with self._in_one_line(Path(str(source))):
-            about = hub.HfApi().dataset_info(name, revision=revision or None, timeout=10)
+            about = HfApi().dataset_info(name, revision=revision or None, timeout=10)
         self.commit = about.sha
 
     def documents(self, piece: Piece) -> tuple[tuple[list[str], list[str]], list[Bad]]:
