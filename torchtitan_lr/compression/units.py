@@ -132,9 +132,6 @@ class Residuals:
         """Load the counters; residuals were loaded in place."""
         for compressor in self.compressors:
             compressor.exchanges = int(state_dict[f"{compressor.name}.exchanges"])
-            saved = state_dict[f"{compressor.name}.residual"]
-            local = saved.to_local() if isinstance(saved, DTensor) else saved
-            compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last measured step, if any; all ranks call this."""
