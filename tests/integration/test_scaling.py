@@ -45,8 +45,4 @@ def test_a_scaling_experiment_has_the_losses_of_its_histories(tmp_path):
         validated = [[r[VALIDATION] for r in runs.history(f) if VALIDATION in r] for f in folders]
         losses = [values[-1] for values in validated]
         assert list(point["losses"].values()) == losses and losses[0] != losses[1]
-        record = json.loads((folders[0] / "job_config.json").read_text())
-        assert record["metrics"]["wandb_group"] == "toy"
-        assert record["metrics"]["wandb_tags"][:2] == [point["family"], "a"]
-    assert (work / "scaling.png").read_bytes()[:4] == b"\x89PNG"
     assert fitted.out.strip() == (work / "scaling.md").read_text().strip()
