@@ -97,13 +97,13 @@ class Plan(OneDevice):
         return second if name.endswith(ends) else first
 
     @classmethod
-    def styles(cls, parameters: Iterable[str]) -> dict[str, Placed]:
+    def styles(cls, parameters: Iterable[str]) -> dict[str, ParallelStyle]:
         """Return the plan of `parallelize_module`: a style for each module with parameters."""
         found: dict[str, Placed] = defaultdict(Placed)
         for name in parameters:
             module, _, parameter = name.rpartition(".")
             found[module].placements[parameter] = cls.placement(name)
-        return dict(found)
+        return {**found}
 
     @classmethod
     def widths(cls, args: LlamaArgs) -> dict[str, int]:
