@@ -149,7 +149,7 @@ def run(arguments: list[str], folder: str = "", rejects: bool = False) -> dict[s
 def examine(arguments: list[str], other: str, masks: bool) -> dict[str, Any]:
     """Train to the end, resume from `SAVED`, and reject a step; call it on every rank."""
     with masks_of_blocks() if masks else patch.dict({}):
-        whole = run(arguments)
+        whole = run([*arguments, "--metrics.comm_ledger"])
         if dist.get_rank() == 0:
             shutil.copytree(whole["dump_folder"], other, dirs_exist_ok=True)
         dist.barrier()
