@@ -13,12 +13,13 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -101,6 +102,15 @@ def shared_store(family: int, address: Any, where: str, seconds: int) -> TCPStor
     """
     with contextlib.suppress(OSError):  # another machine's address, or another launcher serves
         return served_store(socket.create_server((where, address[1]), family=family), seconds)
+    end = time.monotonic() + seconds
+    while True:  # in short waits: a signal is heard between them
+        try:
+            left = timedelta(seconds=min(2.0, max(0.1, end - time.monotonic())))
+            TCPStore(address[0], address[1], is_master=False, timeout=left)
+            break
+        except DistError:
+            if time.monotonic() >= end:
+                raise
     return TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=seconds))
 
 

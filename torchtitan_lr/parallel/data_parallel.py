@@ -44,8 +44,8 @@ def apply_data_parallel(
     # wrapped too: weights, activations and the residual stream in ``mixed_precision_param``, master
     # weights and sums of micro-batches in fp32, gradients sent in ``mixed_precision_reduce``.
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = parallel_dims.dp_replicate_enabled
-    owned = owned and ENTRIES[job_config.optimizer.name].sums_replicas
+    sums_replicas = ENTRIES[job_config.optimizer.name].sums_replicas
+    owned = parallel_dims.dp_replicate_enabled and sums_replicas
     compresses = job_config.grad_compression.codec != "none"
     training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype

@@ -141,16 +141,6 @@ def test_recorded_products_have_the_formulas_flops(family, plan, tp):
     assert found.block_work[1].attention == pytest.approx(2.5 * half)
 
 
-def test_a_loss_of_whole_logits_keeps_them():
-    """With ``parallelism.disable_loss_parallel`` the model returns logits, and not its loss."""
-    args = args_of("cola")
-    own, whole = (
-        rehearse(Workload(args, TPSettings("btp", loss_parallel=own), 2, 2, 32, torch.bfloat16))
-        for own in (True, False)
-    )
-    assert whole.block == own.block and whole.ends - own.ends > 2 * 32 * args.vocab_size * 2
-
-
 @pytest.mark.parametrize(
     ("family", "tp"),
     [("svd", 1), ("cola", 2), ("lax", 2), *nightly(("svd", 2), ("cola", 1), ("lax", 1))],
