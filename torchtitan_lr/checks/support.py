@@ -23,7 +23,9 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
     for name in names:
         degree = getattr(sections, f"{name}_degree")
         if degree <= 0 or rest % degree:
-            want = f"a divisor of the {rest} ranks"
+            most = min(rest, 1 << 16)
+            divisors = ", ".join(str(n) for n in range(1, most + 1) if rest % n == 0)
+            want = f"a divisor of the {rest} ranks: {divisors}"
             raise ConfigError(f"parallelism.{name}_degree", degree, want)
         rest //= degree
     shard = sections.data_parallel_shard_degree

@@ -110,7 +110,7 @@ FAMILY = """
 from torchtitan_lr.models.families import ModelFamily
 from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
 from torchtitan_lr.training.register import register_model_family
-from torchtitan_lr.titan.components import build_optimizers
+from torchtitan.components.optimizer import build_optimizers
 
 register_model_family(ModelFamily("own_family"))
 register_optimizer(OptimizerEntry("OwnAdam", build_optimizers))
