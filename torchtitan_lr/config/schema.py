@@ -97,7 +97,8 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    `torchtitan_lr.checkpoints.record` applies it.
+    `training.fingerprint` puts what refuses into a save's identity, which `checkpoints.record`
+    compares; `checkpoints.run_record` lists what is applied.
     """
 
     FREE = "free"  # it changes no number
