@@ -21,11 +21,9 @@ from tokenizers import (
 from transformers import AutoTokenizer, GenerationConfig
 
 from tests.commands import ROOT
-from torchtitan_lr.data import pairs
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.tokenizer import Tokenizer as Ours
 from torchtitan_lr.data.tokenizer import encode_documents
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.tokenizer import export_tokenizer, import_tokenizer
 
 TEXTS = [
@@ -294,34 +292,3 @@ def test_the_end_of_a_document_cannot_be_forged(tmp_path):
     ours.config["split_special_tokens"] = True
     assert encoder.encode(parse_pair({"messages": chat})).tolist() == tokens
     assert not special & {*ours.encode(text, special=True)}
-
-
-@pytest.mark.parametrize(
-    ("source", "want"),
-    [
-        ("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "seconds"),
-        ("{% for i in range(9**5) %}{{ 'x' * 9999 }}{% endfor %}", "characters"),
-        ("{{ 'x' * 10 ** 9 }}", "characters"),
-    ],
-)
-def test_a_template_without_end_is_refused(tmp_path, monkeypatch, source, want):
-    monkeypatch.setattr(pairs, "MOST_SECONDS", 0.2 if want == "seconds" else 60)
-    folder = write_folder("alone", tmp_path / "in")
-    (folder / "chat_template.jinja").write_text(source)
-    encoder = PairEncoder(Ours(str(folder)))
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ConfigError, match=f"renders every chat .* more than .* {want}"):
-        encoder.encode(parse_pair({"messages": chat}))
-
-
-def test_a_template_is_not_given_the_date(tmp_path):
-    """And what begins with an empty line is rendered as transformers does."""
-    folder = write_folder("alone", tmp_path / "in")
-    dated = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
-    chat, found = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], []
-    for source in (f"\n{dated}{CHATML}", f"\n{CHATML}"):
-        (folder / "chat_template.jinja").write_text(source)
-        found.append(PairEncoder(Ours(str(folder))).encode(parse_pair({"messages": chat})).tolist())
-    options = {"tokenize": True, "return_dict": True}
-    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, **options)
-    assert found[0] == found[1] and [max(t, ~t) for t in found[0]] == wanted["input_ids"]

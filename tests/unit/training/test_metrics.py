@@ -20,7 +20,7 @@ from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training import metrics
 from torchtitan_lr.training.figures import draw_curve
-from torchtitan_lr.training.history import build_summary, perplexity, read_history
+from torchtitan_lr.training.history import build_summary, read_history
 from torchtitan_lr.training.metrics import HistoryLogger, LowRankMetricsProcessor
 
 GIB = 2**30
@@ -134,12 +134,6 @@ def test_history_survives_non_finite_values_and_a_torn_line(tmp_path):
     ]
     text = file.path.read_text()
     assert "NaN" not in text and len(text.splitlines()) == 4  # no empty line
-
-
-def test_perplexity():
-    assert perplexity(0.0) == 1.0
-    assert math.isclose(perplexity(699.0), math.e**699)
-    assert perplexity(1e4) == math.inf  # where `math.exp` raises
 
 
 def records():
