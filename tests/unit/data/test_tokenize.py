@@ -319,31 +319,6 @@ def test_a_tokenizer_that_never_ends_is_stopped(tmp_path, number, record):
             process.kill()
 
 
-def test_a_read_that_never_returns_is_stopped(tmp_path):
-    """A pipe stands for a storage that hangs."""
-    path, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
-    reader = Reader(Source("local", (str(path),), part="train"))
-    assert reader.stamp and reader.limit
-    path.unlink()
-    os.mkfifo(path)
-
-    def run():
-        signal.signal(signal.SIGTERM, own_process)  # Python's handlers run too late
-        prepare_folder([reader], TOKENIZER, out, "--out")
-
-    def own_process(*_):
-        os._exit(0)
-
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    while not (out / "preparing.json").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    child.terminate()
-    child.join(10)
-    assert child.exitcode == -signal.SIGTERM
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path, monkeypatch, number):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)

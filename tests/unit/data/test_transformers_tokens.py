@@ -63,12 +63,6 @@ def trained(kind):
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.UnigramTrainer(**options, **unknown)
-    elif kind == "wordpiece":
-        tokenizer = Tokenizer(models.WordPiece(**unknown))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(**options)
     elif kind == "fallback":  # as llama 2
         tokenizer = Tokenizer(models.BPE(**unknown, byte_fallback=True, fuse_unk=True))
         space = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -112,15 +106,6 @@ def set_both(backend):
     backend.post_processor = processors.Sequence(ends)
 
 
-def set_lengths(backend):
-    backend.enable_truncation(4)
-    backend.enable_padding(length=64, pad_token=EOS, pad_id=2)
-
-
-def set_bos(backend):
-    backend.post_processor = around(BOS, "$A")
-
-
 BY_CONFIGURATION = {
     "chat_template": CHATML,
     "added_tokens_decoder": {
@@ -145,12 +130,9 @@ FOLDERS = {  # kind, what changes it, tokenizer_config.json, other files
     "prefix_space": ("prefix", None, {"add_prefix_space": True}, {}),
     "metaspace_unigram": ("unigram", None, {"unk_token": "<unk>"}, {}),
     "byte_fallback": ("fallback", None, {"chat_template": INST}, {}),
-    "wordpiece": ("wordpiece", None, {"clean_up_tokenization_spaces": False}, {}),
     "nfc_lower": ("bytes", set_normalizer, {"chat_template": INST}, {}),
     "bos_is_eos": ("bytes", None, {"bos_token": EOS, "chat_template": INST}, {}),
-    "adds_bos": ("bytes", set_bos, {"chat_template": None}, {}),
     "adds_both_in_a_sequence": ("bytes", set_both, {"chat_template": MARKED}, {}),
-    "truncates_and_pads": ("bytes", set_lengths, {"chat_template": CHATML}, {}),
     "added_are_not_special": ("bytes", change_added, {"chat_template": CHATML}, {}),
     "added_by_the_configuration": ("bytes", None, BY_CONFIGURATION, {}),
     "several_eos": (

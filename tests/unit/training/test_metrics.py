@@ -98,19 +98,6 @@ def test_a_resumed_run_counts_its_own_steps(processor_of, tmp_path):
     assert steps == [1, 4, 8]  # the 8 of the run before is gone
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_training_goes_on_without_wandb(rank, processor_of, monkeypatch, caplog):
-    def fail(**_):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr("wandb.init", fail)
-    processor = processor_of(rank)
-    processor.job_config.metrics.enable_wandb = True
-    processor.start_after(0, {})
-    assert processor.logger.opened == []
-    assert ("training goes on without it" in caplog.text) == (rank == 0)
-
-
 @pytest.mark.parametrize(("mean", "shown"), [(2.25, "loss 2.25000"), (math.nan, "loss 2.50000")])
 def test_the_console_shows_the_mean_of_the_interval(mean, shown, processor_of, monkeypatch):
     lines = []
