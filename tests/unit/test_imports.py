@@ -41,8 +41,6 @@ from torchtitan.protocols.train_spec import _extra_train_specs as table
 found["train"] = [name for name in {HEAVY!r} if name in sys.modules]
 found["none"] = sorted(table)
 
-table.clear()
-del sys.modules["torchtitan_lr.training.register"]
 new = build_job_config([]).experimental.custom_import
 importlib.import_module(new)
 found["new"] = sorted(table)
