@@ -106,12 +106,13 @@ def shared_store(family: int, address: Any, where: str, seconds: int) -> TCPStor
     while True:  # in short waits: a signal is heard between them
         try:
             left = timedelta(seconds=min(2.0, max(0.1, end - time.monotonic())))
-            TCPStore(address[0], address[1], is_master=False, timeout=left)
-            break
+            store = TCPStore(address[0], address[1], is_master=False, timeout=left)
         except DistError:
             if time.monotonic() >= end:
                 raise
-    return TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=seconds))
+        else:
+            store.set_timeout(timedelta(seconds=seconds))
+            return store
 
 
 def local_address(family: int, there: Any) -> str:
