@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -103,16 +103,15 @@ def shared_store(family: int, address: Any, where: str, seconds: int) -> TCPStor
     with contextlib.suppress(OSError):  # another machine's address, or another launcher serves
         return served_store(socket.create_server((where, address[1]), family=family), seconds)
     end = time.monotonic() + seconds
-    while True:  # in short waits: a signal is heard between them
+    while True:  # a store's own wait hears no signal, and prints its stack at each try
         try:
-            left = timedelta(seconds=min(2.0, max(0.1, end - time.monotonic())))
-            store = TCPStore(address[0], address[1], is_master=False, timeout=left)
-        except DistError:
+            socket.create_connection(address[:2], timeout=1).close()
+            break
+        except OSError as error:
             if time.monotonic() >= end:
-                raise
-        else:
-            store.set_timeout(timedelta(seconds=seconds))
-            return store
+                raise RuntimeError(f"nobody answers within {seconds} s ({error})") from error
+            time.sleep(0.2)
+    return TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=seconds))
 
 
 def local_address(family: int, there: Any) -> str:
