@@ -6,6 +6,7 @@
     torchtitan-lr estimate CONFIG --hardware h200 --json [--section.key=value ...]
     torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
     torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
+    torchtitan-lr estimate boost_7b --world 32 --layouts
 
 Prints parameters, FLOPs per token, the memory of the rank that needs most, the bytes that a rank
 passes to its collectives per step, and a modelled step time. One CONFIG stands beside its model on
@@ -51,6 +52,9 @@ def add_arguments(parser: OneLineParser) -> None:
         default="full,vanilla,btp",
         help="of one CONFIG: some of full, vanilla, vanilla_replicated, btp, or of your own",
     )
+    parser.add_argument(
+        "--layouts", action="store_true", help="of one CONFIG: all layouts, the fastest first"
+    )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 
@@ -69,7 +73,14 @@ def run(args: argparse.Namespace) -> int:
     names = [Path(path).stem for path in args.configs]
     want = "files of different names"
     require(len({*names}) == len(names), "CONFIG", " ".join(args.configs), want)
+    require(not (args.layouts and len(names) > 1), "--layouts", len(names), "one CONFIG")
     first, *others = (read_paper_run(path, args.world, args.overrides) for path in args.configs)
+    if args.layouts:
+        from torchtitan_lr.commands import estimate_layouts
+
+        found = estimate_layouts.report_layouts(first, hardware)
+        print(json.dumps(found, indent=2) if args.json else estimate_layouts.as_text(found))
+        return 0
     runs: dict[str, Run | ConfigError] = dict(zip(names, [first, *others], strict=True))
     if not others:
         plans = read_plans(args.plans)
