@@ -15,6 +15,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import rank_memory
+from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.rehearsal import Passes, Rehearsal, rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
 from torchtitan_lr.costs.step_traffic import step_traffic
@@ -162,10 +163,10 @@ def _extended(one: Rehearsal, two: Rehearsal, share: float) -> Rehearsal:
     def between(a: float, b: float) -> float:
         return a + share * (b - a)
 
-    rows = {}
-    for name in ("sent_again", "sent_again_in_halves"):
-        pairs = zip(getattr(one, name), getattr(two, name), strict=True)
-        rows[name] = [replace(a, elements=between(a.elements, b.elements)) for a, b in pairs]
+    def rows(a: list[Traffic], b: list[Traffic]) -> list[Traffic]:
+        pairs = zip(a, b, strict=True)
+        return [replace(x, elements=round(between(x.elements, y.elements))) for x, y in pairs]
+
     return replace(
         one,
         block=between(one.block, two.block),
@@ -173,5 +174,6 @@ def _extended(one: Rehearsal, two: Rehearsal, share: float) -> Rehearsal:
         working=round(max(0.0, between(one.working, two.working))),
         block_work=mean(one.block_work, two.block_work),
         ends_work=mean(one.ends_work, two.ends_work),
-        **rows,
+        sent_again=rows(one.sent_again, two.sent_again),
+        sent_again_in_halves=rows(one.sent_again_in_halves, two.sent_again_in_halves),
     )
