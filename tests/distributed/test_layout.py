@@ -378,9 +378,9 @@ def check_rejected(ranks: list[dict[str, Any]], combination: Combination) -> Non
     for rank in ranks:
         assert rank["rejected"]["changed"] == [] and rank["rejected"]["trains"]
     (warning,) = {text for rank in ranks for text in rank["rejected"]["warnings"]}
-    assert "gradient norm is nan (rank " in warning and ": layers." in warning
-    if all(combination[axis] == NONE for axis in ("tensor", "context")):
-        assert "(rank 1: layers." in warning
+    alone = all(combination[axis] == NONE for axis in ("tensor", "context"))
+    ranks_named = "(rank 1: layers." if alone else ": layers."
+    assert "gradient norm is nan (" in warning and ranks_named in warning
 
 
 def check_neighbour(

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Runs of the trainer on the ranks of a pool: with deliberate faults, set up once per process."""
 
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -115,6 +116,8 @@ def _trainer_with(fault: str, config: Any) -> Any:
                 return super().one_pass(**kwargs)
             blocks = list(self.model_parts[-1].get_submodule("layers").children())
             handle = None
+            if kind == "nan_weight":
+                local_part(blocks[-1].get_parameter("attention.wo.B.weight").data)[0] = math.nan
             if kind == "nan_block":
                 handle = blocks[0].register_forward_hook(_spoil, prepend=True)
             loss = super().one_pass(**kwargs)

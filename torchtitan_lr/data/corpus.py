@@ -503,6 +503,12 @@ class ValidationSet:
             inputs["input"][missing], labels[missing] = 0, IGNORE_INDEX
             yield inputs, labels
 
+    def ignored(self) -> Batch:
+        """Return a batch like the others, whose labels are all ignored, without a read."""
+        tokens = np.zeros((self._batch_size, self._parts[0].seq_len + 1), dtype=np.int64)
+        nowhere, apart = tokens > 0, any(part.apart for part in self._parts)
+        return labelled(tokens, nowhere, nowhere if apart else None)
+
 
 def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return tokens (b, s), labels (b, s) and the model's other arguments on a device."""
