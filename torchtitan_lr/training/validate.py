@@ -90,10 +90,7 @@ class Validator(BaseValidator):
 
     @torch.no_grad()
     def _summed(self, model_parts: list[nn.Module]) -> tuple[float, float, float]:
-        """Sum the loss over all valid tokens of all ranks; return it, their number and entropy.
-
-        Context-parallel ranks have the same rows (b, s), of which each computes its tokens.
-        """
+        """Sum the loss over all valid tokens of all ranks; return it, their number and entropy."""
         for model in model_parts:
             model.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
@@ -102,7 +99,7 @@ class Validator(BaseValidator):
         context, length = context_ranks(self.parallel_dims), len(self.validation_set)
         shown = dist.get_rank() == 0
         for rows in progress(self._batches(), "validation", length, shown=shown):
-            batch = own_tokens(rows, context)
+            batch = own_tokens(rows, context)  # of rows (b, s) that context-parallel ranks share
             counts += torch.bincount(batch[1][batch[1] != IGNORE_INDEX], minlength=len(counts))
             tokens, labels, arguments = moved(batch, device_type())
             arguments |= loss_arguments(model_parts[0], labels)
