@@ -56,14 +56,12 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}  # of token ids 
 
 FORMAT, RECORD, PARTS = "torchtitan_lr tokens 2", "corpus.json", ("train", "held_out")
 
-BEGUN = "preparing.json"
-"""The first file of a preparation; a finished folder has it no more."""
+BEGUN = "preparing.json"  # the first file of a preparation; a finished folder has it no more
 
 OPEN_SHARDS = 256  # stay open in a process, each with two files; another one opens within 1 ms
 CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
 
-DOCUMENTS = "documents"
-"""Name of the documents' indices in a batch's inputs, and of the model's argument."""
+DOCUMENTS = "documents"  # of a batch's inputs: the documents' indices; the model's argument
 
 Indices = npt.NDArray[np.int64]
 Batch: TypeAlias = "tuple[dict[str, Tensor], Tensor]"

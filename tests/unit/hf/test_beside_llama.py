@@ -109,7 +109,7 @@ def test_a_token_added_later_is_generated(code_cache, tmp_path):
     from transformers import AutoTokenizer
 
     step, _ = write_run(tmp_path / "run", "cola", vocab_size=8192)  # the tokenizer has 4096
-    assert export.main(["--format", "hf", str(step), str(tmp_path / "out")]) == 0
+    assert export.main([str(step), str(tmp_path / "out")]) == 0
     model = load(tmp_path / "out", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     tokenizer.add_tokens(["<answer>"])
@@ -131,7 +131,7 @@ print(AutoTokenizer.from_pretrained({folder!r})("def main(")["input_ids"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_its_tokenizer_needs_no_code(tmp_path):
     step, _ = write_run(tmp_path / "run", "cola")
-    assert export.main(["--format", "hf", str(step), str(tmp_path / "out")]) == 0
+    assert export.main([str(step), str(tmp_path / "out")]) == 0
     command = [sys.executable, "-c", TOKENIZE.format(folder=str(tmp_path / "out"))]
     # stdin stays open: a question waits.
     done = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
