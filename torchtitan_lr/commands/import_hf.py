@@ -18,7 +18,6 @@ by the model's activations:
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_out
 from torchtitan_lr.console.tables import named_values
@@ -55,15 +54,7 @@ def run(args: argparse.Namespace) -> int:
         if row["weighted_error"] is not None:
             line += f"  weighted {row['weighted_error']:.4f}"
         print(line)
-    print(named_values(summary(result)))
-    return 0
-
-
-def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what is told of the result of `import_folder`, with the command that trains it."""
-    told: dict[str, Any] = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
-    for key in ("error", "weighted_error"):
-        errors = [row[key] for row in result["matrices"] if row[key] is not None]
-        told[f"mean_{key}"] = sum(errors) / len(errors) if errors else None
+    told = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
     told["checkpoint"] = result["checkpoint"]
-    return told | {"train_it": f"torchtitan-lr train {result['config']}"}
+    print(named_values(told | {"train_it": f"torchtitan-lr train {result['config']}"}))
+    return 0

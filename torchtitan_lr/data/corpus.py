@@ -41,7 +41,7 @@ import numpy.typing as npt
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json, sample_of
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.errors import ConfigError, DataError, require
+from torchtitan_lr.errors import DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -175,8 +175,7 @@ def _sum_of(files: Sequence[IndexedDataset]) -> str:
 
 
 def _again(folder: Path) -> str:
-    command = f"`torchtitan-lr prepare ... --out {folder}`"
-    return f"delete {folder}, and {command} or `torchtitan-lr train` writes it again"
+    return f"delete {folder}, and `torchtitan-lr prepare ... --out {folder}` or train writes it"
 
 
 def _recorded(folder: Path, key: str) -> Corpus:
@@ -349,13 +348,11 @@ class Rows:
         if self.pairs:
             self._firsts, self._lasts = self._packed()
             self._count = len(self._firsts)
-        if not self._count:
-            part = f"the {'held-out' if held_out else 'training'} part of {corpus.folder}"
-            want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
-            if self.pairs:
-                want = f"more tokens: in {part} no answer has room behind its prompt"
-            key = "validation.seq_len" if held_out else "training.seq_len"
-            raise ConfigError(key, seq_len, want)
+        part = f"the {'held-out' if held_out else 'training'} part of {corpus.folder}"
+        want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
+        if self.pairs:
+            want = f"more tokens: in {part} no answer has room behind its prompt"
+        require(self._count, f"{'validation' if held_out else 'training'}.seq_len", seq_len, want)
 
     def __len__(self) -> int:
         return self._count

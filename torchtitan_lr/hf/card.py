@@ -93,9 +93,8 @@ def _run_rows(config: Any, step_dir: Path, step: str) -> dict[str, Any]:
             break
         if history.TOKENS_SEEN in record:
             rows["tokens"] = f"{record[history.TOKENS_SEEN]:,}"
-        losses = {"training": history.train_loss(record)}
-        losses["validation"] = record.get(history.VALIDATION_LOSS)
-        for what, loss in losses.items():
+        validated = record.get(history.VALIDATION_LOSS)
+        for what, loss in (("training", history.train_loss(record)), ("validation", validated)):
             if loss is not None:
                 text = f"{loss:.4f} nats per token, perplexity {history.perplexity(loss):.2f}"
                 rows[f"{what} loss"] = f"{text}, at step {record['step']}"

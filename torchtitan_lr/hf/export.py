@@ -27,7 +27,7 @@ CODED_KEYS = (
     *("lax_gate", "lanes", "sync_fraction"),
 )
 
-NUMBERS = {
+NUMBERS = {  # keys with the names of `LlamaArgs`, whose defaults of the last ones are LLaMA's
     "hidden_size": "dim",
     "intermediate_size": "ffn_dim",
     "num_hidden_layers": "n_layers",
@@ -37,8 +37,6 @@ NUMBERS = {
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_seq_len",
 }
-"""Keys with the names of `LlamaArgs`, whose defaults of the last ones are LLaMA's."""
-
 SCALING = {
     "factor": "scaling_factor",
     "low_freq_factor": "low_freq_factor",
@@ -46,8 +44,7 @@ SCALING = {
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
 
-_CODED_FAMILIES = ("full", "svd", "cola", "lax")
-"""Families for which the exported model code has linears."""
+_CODED_FAMILIES = ("full", "svd", "cola", "lax")  # for which the exported code has linears
 
 
 def export_hf(

@@ -93,8 +93,7 @@ def continue_ids(
     torch.manual_seed(seed % 2**63)
     drawn: dict[str, Any] = {"do_sample": settings.temperature > 0}
     if drawn["do_sample"]:
-        drawn |= {"temperature": settings.temperature, "top_k": settings.top_k}
-        drawn["top_p"] = settings.top_p
+        drawn |= {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     # Rows of the model that the tokenizer has no token for are never drawn.
     unknown = list(ids_without_token(tokenizer, model.config.vocab_size))
     config = GenerationConfig(max_new_tokens=limit, suppress_tokens=unknown or None, **drawn)

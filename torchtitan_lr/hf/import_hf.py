@@ -91,9 +91,8 @@ def find_model(name: str) -> Path:
 
     A ConfigError says that the Hub has no such model, or cannot be reached.
     """
-    folder = user_path(name, "DIR")
-    parts = name.split("/")
-    if folder.exists() or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+    folder, (owner, _, model) = user_path(name, "DIR"), name.partition("/")
+    if folder.exists() or not owner or not model or "/" in model or owner in (".", "..", "~"):
         return folder
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS, etag_timeout=5))

@@ -16,7 +16,7 @@ from torchtitan_lr.models.llama import Rows, TransformerBlock, build_freqs_cis
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.loading import Weights
 
-SHARED_INPUTS = {
+SHARED_INPUTS = {  # the linears of a block, each with the first one that has the same input
     "attention.wq": "attention.wq",
     "attention.wk": "attention.wq",
     "attention.wv": "attention.wq",
@@ -25,13 +25,11 @@ SHARED_INPUTS = {
     "feed_forward.w3": "feed_forward.w1",
     "feed_forward.w2": "feed_forward.w2",
 }
-"""The linears of a block, each with the first one that has the same input."""
-
 _GROUPS = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
 
+# Added to the diagonal of the second moments, in units of its mean: it orders the directions that
+# the calibration text never uses.
 RIDGE = 1e-8
-"""Added to the diagonal of the second moments, in units of its mean: it orders the directions that
-the calibration text never uses."""
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """``({"input": (b, s)}, labels (b, s))``; tokens without a label are padding."""

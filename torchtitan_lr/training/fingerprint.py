@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import RESIDUALS, TRAIN_STATE
 from torchtitan_lr.checkpoints.run_record import data_ranks
+from torchtitan_lr.config import schema
 from torchtitan_lr.config.files import read_regular
-from torchtitan_lr.config.schema import (
-    MODEL,
-    OF_RESIDUALS,
-    OPTIMIZER,
-    Caat,
-    LowRank,
-    meaning_of,
-    meanings,
-)
 from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
 from torchtitan_lr.optim.entries import like, unread_keys
 
@@ -47,14 +39,14 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
     if isinstance(args, LlamaArgs):
         identity["model"] = model_fingerprint(args) | {TOKENIZER: tokenizer}
     unread = unread_keys(config.optimizer.name)
-    for key, meaning in meanings().items():
-        if meaning is OPTIMIZER and not key.startswith(unread):
+    for key, meaning in schema.meanings().items():
+        if meaning is schema.OPTIMIZER and not key.startswith(unread):
             identity["optimizer"][key] = operator.attrgetter(key)(config)
     rule = identity["optimizer"]["optimizer.name"] = like(config.optimizer.name)
     layout, section = config.parallelism, config.grad_compression
     shards = data_ranks(config, ranks) // layout.data_parallel_replicate_degree
     if section.codec != "none" and shards * layout.context_parallel_degree > 1:
-        of_layout = {key: operator.attrgetter(key)(config) for key in OF_RESIDUALS}
+        of_layout = {key: operator.attrgetter(key)(config) for key in schema.OF_RESIDUALS}
         identity[RESIDUALS] = {"NGPU": ranks, "optimizer.name": rule} | of_layout
     return identity
 
@@ -65,13 +57,15 @@ def model_fingerprint(args: "LlamaArgs") -> dict[str, Any]:
     They are those whose keys have the meaning `MODEL`.
     """
     values = dataclasses.asdict(args)
+    del values["_enforced"]  # torchtitan's, of no model
     values |= {"family": args.model_family.model_name, "n_kv_heads": args.kv_heads}
-    sections = dict.fromkeys((option.name for option in dataclasses.fields(LowRank)), "low_rank")
-    sections |= dict.fromkeys((option.name for option in dataclasses.fields(Caat)), "caat")
+    sections: dict[str, str] = {}
+    for section, declared in (("low_rank", schema.LowRank), ("caat", schema.Caat)):
+        sections |= {option.name: section for option in dataclasses.fields(declared)}
     fingerprint: dict[str, Any] = {}
     for name, value in values.items():
         key = _KEYS.get(name, f"{sections.get(name, 'model')}.{name}")
-        if meaning_of(key) is MODEL and name != "_enforced":  # torchtitan's, of no model
+        if schema.meaning_of(key) is schema.MODEL:
             fingerprint[key] = value
     return fingerprint
 

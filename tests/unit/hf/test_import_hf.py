@@ -158,6 +158,13 @@ def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling: got 'li"),
         ({"hidden_size": None}, "model.dim: got None, expected a positive integer"),
         ({"num_hidden_layers": 4}, "a tensor model.layers.3."),
+        # A number without an end, one too large to allocate, one too long for a float, other types.
+        ({"rms_norm_eps": math.inf}, "model.norm_eps: got inf"),
+        ({"rope_parameters": None, "rope_theta": 0.0}, "model.rope_theta: got 0.0"),
+        ({"num_hidden_layers": 10**30}, "model.n_layers: got 1000"),
+        ({"vocab_size": 2**62}, "model.vocab_size: got 4611"),
+        ({"hidden_size": [64]}, "model.dim: got [64]"),
+        ({"torch_dtype": 5, "eos_token_id": "x", "num_hidden_layers": 0}, "model.n_layers: got 0"),
     ],
 )
 def test_what_a_llama_full_has_not_is_refused(changes, line, plain, tmp_path, capsys):
@@ -169,7 +176,7 @@ def test_what_a_llama_full_has_not_is_refused(changes, line, plain, tmp_path, ca
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(values))
     assert line in refused(capsys, folder, tmp_path / "out")
-    assert not (tmp_path / "out" / "checkpoint").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_damaged_and_other_weights_are_refused(plain, tmp_path, capsys):
