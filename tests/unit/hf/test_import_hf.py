@@ -168,13 +168,8 @@ def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
     ],
 )
 def test_what_a_llama_full_has_not_is_refused(changes, line, plain, tmp_path, capsys):
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    for path in plain.iterdir():
-        (folder / path.name).symlink_to(path)
-    values = json.loads((plain / "config.json").read_text()) | changes
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(values))
+    folder = shutil.copytree(plain, tmp_path / "hf")
+    edit(folder, **changes)
     assert line in refused(capsys, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
