@@ -6,7 +6,7 @@ By default it repeats the run's own validation; a corpus gives every token of it
     torchtitan-lr evaluate outputs/debug_cola
     torchtitan-lr evaluate outputs/debug_cola --corpus local --path 'books/*.txt'
 
-Tasks of EleutherAI's lm-evaluation-harness run on an export of `--format hf`:
+Tasks of EleutherAI's lm-evaluation-harness run on an export:
 
     lm_eval --model hf --model_args pretrained=for_hf,trust_remote_code=True --tasks hellaswag
 

@@ -97,8 +97,8 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    `training.fingerprint` puts what refuses into a save's identity, which `checkpoints.record`
-    compares; `checkpoints.run_record` lists what is applied.
+    Nothing else decides it: `training.fingerprint` puts the values of keys that refuse into a save,
+    `checkpoints.record` compares them, and `checkpoints.run_record` lists what is applied.
     """
 
     FREE = "free"  # it changes no number
@@ -125,6 +125,14 @@ _OF_TORCHTITAN = {
     "environment.ranks": APPLIED,  # of a run's record
 }
 """The meaning of keys that are not declared here."""
+
+OF_RESIDUALS = (
+    *("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"),
+    *("parallelism.data_parallel_replicate_degree", "parallelism.tp_plan"),
+    *("grad_compression.layers", "grad_compression.min_size"),
+)
+"""Keys that residuals of compressed gradients belong to, too: another value is refused, unless they
+are left out. A residual is of one rank's part of the batch, and flat."""
 
 
 @cache
@@ -204,7 +212,7 @@ class Model:
 
     flavor: str = "debug"
     """Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B; or the path of a
-    model_args.json, which torchtitan-lr import and torchtitan-lr export write."""
+    model_args.json, which torchtitan-lr import writes."""
 
     vocab_size: int = 0
     """Rows of the embedding and of the head, for a custom tokenizer; 0 uses the flavor's. The value

@@ -95,12 +95,6 @@ class ModelFamily:
             want = f"'identity' unless {others}"
             raise ConfigError("low_rank.lax_gate", section.lax_gate, want)
 
-    def fingerprint(self, args: "LlamaArgs") -> dict[str, Any]:
-        """Return what the family adds to a model's fingerprint, by TOML key."""
-        names = ["rank_attention", "rank_ffn", "activation"] if self.low_rank else []
-        names += ["lax_gate"] if self.gated else []
-        return {f"low_rank.{name}": getattr(args, name) for name in names}
-
 
 FAMILIES: dict[str, ModelFamily] = {
     family.name: family
