@@ -15,6 +15,7 @@ from torchtitan_lr.config.files import read_json
 RUN_CONFIG = "job_config.json"  # default of ``job.save_config_file``: the last start of a run
 
 STEP_FILE = "step.json"  # a step's record (`checkpoints.record`), the last file of its save
+BEGUN = "step.begun"  # there while a save writes METADATA and the record
 METADATA = ".metadata"  # DCP's table of contents
 HF_INDEX = "model.safetensors.index.json"  # the last file of weights in Hugging Face's format
 
@@ -41,7 +42,9 @@ def is_dcp(folder: str | Path) -> bool:
 
 
 def has_contents(folder: str | Path) -> bool:
-    """Return whether a folder has a table of contents."""
+    """Return whether a folder has a table of contents, other than that of a killed save."""
+    if os.path.exists(os.path.join(folder, BEGUN)):
+        return False
     return any(os.path.isfile(os.path.join(folder, name)) for name in (METADATA, HF_INDEX))
 
 

@@ -15,12 +15,14 @@ from typing import Any
 
 from torchtitan_lr.checkpoints import folders
 from torchtitan_lr.checkpoints.folders import STEP_FILE, TRAIN_STATE
-from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.files import read_json, sealed, unsealed
 from torchtitan_lr.errors import ConfigError
 
-FORMAT = 1  # a record of another one is refused
+FORMAT = 1
+"""A record of another format is refused."""
 
-Sum = list[int]  # size in bytes and CRC-32 of a file; a list, since JSON has no tuples
+Sum = list[int]
+"""Size in bytes and CRC-32 of a file; a list, since JSON has no tuples."""
 
 Identity = Mapping[str, Mapping[str, Any]]
 """What each state belongs to: values by the TOML key that sets them, by the state's name."""
@@ -48,20 +50,26 @@ class Record:
 
     def write(self, step_dir: str | Path) -> None:
         """Write the record into its step's folder: the step is complete."""
-        folders.write_whole(Path(step_dir) / STEP_FILE, json.dumps(asdict(self), indent=1))
+        folders.write_whole(Path(step_dir) / STEP_FILE, json.dumps(sealed(asdict(self)), indent=1))
 
 
 def read_step(step_dir: str | Path) -> Record:
     """Read a step's record, or raise a DamagedError if it is not what was written."""
     try:
-        content = read_json(Path(step_dir) / STEP_FILE)
+        content = unsealed(read_json(Path(step_dir) / STEP_FILE))
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')}, this version's is {FORMAT}")
-        return Record(**content)
+        record = Record(**content)
+        for size, checksum in record.files.values():
+            if type(size) is not int or type(checksum) is not int:
+                raise TypeError("a size or a checksum is no integer")
+        for values in (record.run, *record.states.values()):
+            values.items()
     except FileNotFoundError as error:
         raise DamagedError(f"{STEP_FILE} is missing") from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedError(f"{STEP_FILE} cannot be read ({describe(error)})") from error
+    return record
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lr.agreement import first_rank_with, from_all_ranks, from_first_rank
-from torchtitan_lr.checkpoints.folders import METADATA, STEP_FILE
+from torchtitan_lr.checkpoints.folders import BEGUN, METADATA, STEP_FILE
 from torchtitan_lr.checkpoints.record import DamagedError, Record, Sum, describe, read_step
 from torchtitan_lr.compat.dispatch import tree_map_only
 from torchtitan_lr.compat.dtensor import local_part, with_local_part
@@ -78,6 +78,8 @@ class StepWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finish the save on the first rank: write ``.metadata``, then the record."""
+        begun = Path(self.path, BEGUN)
+        begun.touch()
         super().finish(metadata, results)
         files = {METADATA: self.fs.sums[f"{METADATA}.tmp"]}
         finite = True
@@ -85,6 +87,7 @@ class StepWriter(FileSystemWriter):
             files |= result.sums
             finite &= result.finite
         replace(self._record, files=files, finite=finite).write(Path(self.path))
+        begun.unlink()
 
 
 @torch.no_grad()

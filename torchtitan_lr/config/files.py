@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
@@ -84,6 +85,26 @@ def parse_json(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("no JSON object")
     return values
+
+
+SEAL = "checksum"  # key of a record's own checksum
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of JSON with a checksum of its content."""
+    return content | {SEAL: _checksum(content)}
+
+
+def unsealed(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record without its checksum; other content raises a `ValueError`."""
+    content = {key: value for key, value in record.items() if key != SEAL}
+    if SEAL in record and record[SEAL] != _checksum(content):
+        raise ValueError("it has another checksum than when it was written")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def file_within(folder: Path, name: str) -> Path:

@@ -98,5 +98,8 @@ def test_checkpoints_without_records_are_left_alone(contents, tmp_path):
         check_other_run(here, 1, "cpu")
     why = f"{steps[0].parent} have no step.json, so no start resumes them; for a new run "
     assert f"{why}choose another folder, as in --job.dump_folder={tmp_path}-2" in str(error.value)
+    (steps[0] / "step.begun").touch()
+    check_other_run(here, 1, "cpu")  # a save that was killed between this file and its record
+    (steps[0] / "step.begun").unlink()
     Record().write(steps[1])
     check_other_run(here, 1, "cpu")

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A flipped bit, a short file and a missing one are found; a kill leaves no half-known save."""
 
+import random
 import zlib
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan_lr.checkpoints import saving
 from torchtitan_lr.checkpoints.folders import all_steps, complete_steps
-from torchtitan_lr.checkpoints.record import DamagedError, Record
+from torchtitan_lr.checkpoints.record import DamagedError, Record, read_step
 from torchtitan_lr.checkpoints.saving import StepWriter, verified
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -65,6 +66,19 @@ def test_short_and_missing_files(step: Path) -> None:
     assert damage_of(step) == f"__0_0.distcp has {size - 64} bytes instead of {size}"
     shard.unlink()
     assert damage_of(step) == "__0_0.distcp is missing"
+
+
+def test_no_flipped_bit_of_a_record_loses_a_check(step: Path) -> None:
+    path, whole = step / "step.json", read_step(step)
+    content = path.read_bytes()
+    for at in random.Random(0).sample(range(8 * len(content)), 300):
+        data = bytearray(content)
+        data[at // 8] ^= 1 << at % 8
+        path.write_bytes(data)
+        try:
+            assert read_step(step) == whole, data
+        except DamagedError as error:
+            assert str(error).startswith("step.json cannot be read (")
 
 
 def test_a_kill_before_the_record_leaves_no_checkpoint(
