@@ -36,6 +36,14 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """All-gather of one tensor; torch 2.13 deprecates ``all_gather_into_tensor``."""
 
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of a group's ranks, all of one shape: (ranks, ...)."""
+    everyone = tensor.new_empty(group.size(), *tensor.shape)
+    all_gather(everyone.view(-1), tensor.reshape(-1), group=group)
+    return everyone
+
+
 NAMESPACES = ("c10d", "_c10d_functional")
 """Namespaces of ``torch.distributed``'s own operators and of the functional ones."""
 

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
@@ -21,7 +20,12 @@ from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
-from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
+from torchtitan_lr.titan.components import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    build_lr_schedulers,
+    init_optimizer_container,
+)
 
 REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
 """Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
@@ -65,21 +69,30 @@ class NamedOptimizers(OptimizersContainer):
                 local_part(own).copy_(local_part(state_dict[name]))
 
 
-class ConfiguredLR(LambdaLR):
-    """`LambdaLR` that loads only the step of a saved schedule.
+class ConfiguredRates(LRSchedulersContainer):
+    """torchtitan's schedules of learning rates, of which a checkpoint has the step alone.
 
-    The rate of the first resumed step is then the configured schedule's at that step. Torch's own
-    would go on with the saved base rates, whatever the configuration says.
+    So the rates of a resumed run are those that its own configuration gives the steps to come.
+    Torch's schedules would go on with the saved base rates, whatever the configuration says.
     """
 
+    def __init__(self, optimizers: OptimizersContainer, config: Any, steps: int) -> None:
+        self.schedulers = build_lr_schedulers(optimizers, config, steps).schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, which all schedules have in common."""
+        return {"last_epoch": self.schedulers[0].last_epoch}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the step of a saved schedule."""
+        """Set the optimizers' rates to those of a saved step."""
         step = state_dict["last_epoch"]
-        rates = [base * f(step) for base, f in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        counted = {"last_epoch": step, "_step_count": state_dict["_step_count"]}
-        super().load_state_dict(self.state_dict() | counted | {"_last_lr": rates})
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for schedule in self.schedulers:
+            schedule.last_epoch = step
+            groups = schedule.optimizer.param_groups
+            for group, base, factor in zip(
+                groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * factor(step)
 
 
 class ShardAdam(torch.optim.Adam):
@@ -179,7 +192,7 @@ def build_spectral(
             groups, config.name, pairs, momentum=options.momentum, nesterov=options.nesterov
         )
         logger.info("%s updates %d matrices of this rank", config.name, len(optimizer.matrices))
-        if gathered := sum(bool(matrix.rows) for matrix in optimizer.matrices):
+        if gathered := sum(bool(matrix.row_split) for matrix in optimizer.matrices):
             weight = " and the weight" if optimizer.rule.weight_grams else ""
             logger.info(
                 "%s gathers the momentum%s of %d matrices, whose rank (or shorter side) the "

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dtensor import shard_dims
-from torchtitan_lr.compat.process_groups import all_gather
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,6 @@ def summed(terms: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
     for group in groups:
         sum_over([terms], group)()
     return terms
-
-
-def gathered(block: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the blocks of a group's ranks, (ranks, ...)."""
-    everyone = block.new_empty(group.size(), *block.shape)
-    all_gather(everyone.view(-1), block.reshape(-1), group=group)
-    return everyone
 
 
 class Sum(NamedTuple):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lr.compat.linalg import convergence_on_device
-from torchtitan_lr.optim.tsr.sums import Groups, gathered, summed
+from torchtitan_lr.compat.process_groups import gathered
+from torchtitan_lr.optim.tsr.sums import Groups, summed
 
 
 @dataclass(frozen=True)
