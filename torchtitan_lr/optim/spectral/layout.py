@@ -141,13 +141,13 @@ class GramGroups:
                 continue
             # 1. Every rank sends as many rows of a matrix: those of its largest part.
             padded = [self._padded(view, parts[view]) for view in views]
-            # 2. One message of all matrices, and those of all ranks (ranks, elements).
+            # 2. One message of all matrices; those of all ranks are (ranks, elements).
             message = torch.cat([part.reshape(-1) for part in padded])
-            by_rank = gathered(message, self.by_split[split])
+            messages = gathered(message, self.by_split[split])
             # 3. Of each matrix the parts of all ranks, whose rows are put in their order.
-            of_matrices = by_rank.split([part.numel() for part in padded], dim=1)
-            for view, part, by_rank in zip(views, padded, of_matrices, strict=True):
-                whole[view] = self._in_order(view, by_rank.view(-1, *part.shape))
+            pieces = messages.split([part.numel() for part in padded], dim=1)
+            for view, part, piece in zip(views, padded, pieces, strict=True):
+                whole[view] = self._in_order(view, piece.view(-1, *part.shape))
         return whole
 
     def _padded(self, view: View, part: Tensor) -> Tensor:
@@ -198,22 +198,26 @@ class Division(Generic[Seen]):
 
     def reduce(self, terms: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
         """Return the sums of this rank's matrices, by one reduce-scatter of terms of all."""
-        own = list(chain(*self.own))
+        of_ranks = self._matrices()
+        own = of_ranks[self.group.rank()]
         if self.summed:
             return {view: terms[view] for view in own}
-        # Ranks in their order: each has as many matrices of each length.
-        message = torch.cat([terms[view] for view in chain(*chain(*self.by_rank))])
+        # Rank after rank: each has as many matrices of each length.
+        message = torch.cat([terms[view] for view in chain(*of_ranks)])
         sums = message.new_empty(message.numel() // self.group.size())
         reduce_scatter(sums, message, group=self.group)
         return dict(zip(own, sums.split([terms[view].numel() for view in own]), strict=True))
 
     def gather(self, results: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
         """Return the vectors of all ranks' matrices, from those of this rank, by one all-gather."""
-        own = [results[view] for view in chain(*self.own)]
-        sizes = [vector.numel() for vector in own]
+        vectors = [results[view] for view in chain(*self.own)]
+        sizes = [vector.numel() for vector in vectors]
+        messages = gathered(torch.cat(vectors), self.group)  # (ranks, elements)
         found: dict[Seen, Tensor] = {}
-        for linears, vectors in zip(
-            self.by_rank, gathered(torch.cat(own), self.group), strict=True
-        ):
-            found |= zip(chain(*linears), vectors.split(sizes), strict=True)
+        for matrices, message in zip(self._matrices(), messages, strict=True):
+            found |= zip(matrices, message.split(sizes), strict=True)
         return found
+
+    def _matrices(self) -> list[list[Seen]]:
+        """Return the matrices of each rank, linear after linear."""
+        return [list(chain(*linears)) for linears in self.by_rank]

@@ -92,25 +92,19 @@ class SpectralOptimizer(OwnOptimizer):
 
     Gradients must be summed over the data-parallel ranks, as DDP and FSDP2 do. Embedding, head and
     vectors need another optimizer, such as AdamW.
-
-    Args:
-        params: Matrices, named ones or not, or groups of them as torch has them.
-        rule: One of `rules.RULES`.
-        pairs: A (r, d_in) and B (d_out, r) of every linear B A. Only Muon takes matrices that are
-            in no pair.
-        lr: η, with the decay λ, the momentum β, and whether N looks ahead (``nesterov``).
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
-        rule: str = "Muon",
+        params: Iterable[Any],  # matrices, named ones or not, or torch's parameter groups of them
+        rule: str = "Muon",  # one of `rules.RULES`
+        # A (r, d_in) and B (d_out, r) of every linear B A; of the rules Muon alone takes others.
         pairs: Iterable[tuple[Tensor, Tensor]] = (),
         *,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
-        nesterov: bool = False,
+        nesterov: bool = False,  # whether N looks ahead
     ) -> None:
         self.rule, pairs = RULES[rule], list(pairs)
         defaults = {"lr": lr, "weight_decay": weight_decay}
