@@ -198,12 +198,11 @@ class Division(Generic[Seen]):
 
     def reduce(self, terms: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
         """Return the sums of this rank's matrices, by one reduce-scatter of terms of all."""
-        of_ranks = self._matrices()
-        own = of_ranks[self.group.rank()]
+        own = list(chain(*self.own))
         if self.summed:
             return {view: terms[view] for view in own}
         # Rank after rank: each has as many matrices of each length.
-        message = torch.cat([terms[view] for view in chain(*of_ranks)])
+        message = torch.cat([terms[view] for view in chain(*self._matrices())])
         sums = message.new_empty(message.numel() // self.group.size())
         reduce_scatter(sums, message, group=self.group)
         return dict(zip(own, sums.split([terms[view].numel() for view in own]), strict=True))
