@@ -133,8 +133,7 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
     """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
-    # Its ``reduce_dtype`` is that in which micro-batches are added up. `send_in` sets another dtype
-    # for the wire.
+    # Its ``reduce_dtype`` is that in which micro-batches are added up; see `round_on_the_wire`.
     param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     # The embedding's output has their dtype, and so have all activations after it. A cast of a
     # block's arguments would change nothing but the rotary table, which it would round.
@@ -162,7 +161,25 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def round_on_the_wire(model: nn.Module) -> None:
-    """Let every FSDP2 or replicated module send its gradients in bf16."""
+    """Let every FSDP2 or replicated module send its gradients in bf16, the wire's dtype.
+
+    Micro-batches are added up in fp32 in every layout. What ranks sum is in the wire's dtype,
+    ``training.mixed_precision_reduce``:
+
+    1. FSDP2 casts each micro-batch's gradient to the wire's dtype, sums it over the shards in that
+       dtype, and adds the sum to those of the micro-batches before in fp32.
+    2. HSDP does the same within the shards; behind the last micro-batch it rounds the fp32 total to
+       the wire's dtype once, and sums it over the replicas in that dtype.
+    3. Replication adds whole gradients up in fp32, and casts and sums the total over the replicas.
+    4. A codec of TAGC gets an fp32 total, rounds what it sends itself and keeps the rest in its
+       residual; owners add in fp32. HSDP's shards are summed before it, in the wire's dtype.
+    5. TSR-Adam gets FSDP2's sums of the shards, projects them and adds cores up in fp32, and casts
+       and sums cores and dense gradients over the replicas once.
+
+    Reducing each micro-batch, or each round of a pipeline, over the replicas by itself would round
+    each, and send the bytes as often. It would also feed a codec's residual back within a step, and
+    refresh TSR-Adam's bases from a part of the gradient.
+    """
     for module in fsdp_modules([model]):
         compressor = COMPRESSORS.get(module)
         # A codec gets unrounded gradients, and keeps what it rounds off in its residual.

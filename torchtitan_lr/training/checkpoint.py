@@ -54,7 +54,11 @@ def _told() -> Iterator[None]:
 
 
 class CheckpointManager(TitanCheckpointHooks):
-    """DCP checkpoints of model, optimizer, schedule, data position and train state."""
+    """DCP checkpoints of model, optimizer, schedule, data position and train state.
+
+    Moments and steps are loaded; rates and other hyperparameters are the configured ones: see
+    `load_state_dict` of `optim.containers.NamedOptimizers` and `ConfiguredRates`.
+    """
 
     async_mode: AsyncMode
     sd_adapter: Any

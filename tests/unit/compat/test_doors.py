@@ -1,8 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Every door to torch's private names opens: what it says is what torch does."""
 
+import importlib
+import pickle
+import sys
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,7 +15,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.host_reads import reads
-from torchtitan_lr.compat import dispatch, fake, fsdp, pipelining
+from torchtitan_lr.compat import checkpointing, dispatch, fake, fsdp, pipelining
 from torchtitan_lr.compat.linalg import convergence_on_device
 
 
@@ -146,3 +151,25 @@ def test_sums_that_fsdp_reads_at_once(unit):
     assert fsdp.reads_sums_at_once(unit, sums)
     handle.remove()
     assert not fsdp.reads_sums_at_once(unit, sums)
+
+
+def test_checkpointing_knows_every_class_that_dcp_writes(tmp_path):
+    state = {"w": torch.ones(2), "b": {"n": 1, "l": [torch.zeros(1)]}, "d": torch.ones(1).half()}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    named = set()
+
+    class Names(pickle.Unpickler):
+        def find_class(self, module, name):
+            named.add((module, name))
+            return super().find_class(module, name)
+
+    with open(tmp_path / ".metadata", "rb") as file:
+        Names(file).load()
+    dtypes = {pair for pair in named if isinstance(getattr(torch, pair[1], None), torch.dtype)}
+    assert ("torch.distributed.checkpoint.metadata", "Metadata") in named
+    of_enums = {("builtins", "getattr")} if sys.version_info < (3, 11, 4) else set()
+    unknown = named - checkpointing.METADATA_CLASSES - dtypes - of_enums
+    assert not unknown
+    for module, name in checkpointing.METADATA_CLASSES:
+        if module.startswith("torch"):
+            assert hasattr(importlib.import_module(module), name)
