@@ -37,20 +37,15 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
 
 def check_folders(config: Any, world_size: int, device_type: str) -> None:
     """Check that the run's folders can be written: the first save may be hours away."""
-    folder = os.path.abspath(config.job.dump_folder)
-    _check_folder(folder, "job.dump_folder", config.job.dump_folder)
+    dump_folder = Path(config.job.dump_folder).absolute()
+    folders = {"job.dump_folder": dump_folder}
     if config.checkpoint.enable:
-        name = config.checkpoint.folder
-        _check_folder(os.path.join(folder, name), "checkpoint.folder", name)
-
-
-def _check_folder(folder: str, key: str, value: str) -> None:
-    """Raise for a folder that cannot be created or written to."""
-    places = [Path(folder), *Path(folder).parents]
-    nearest = next(place for place in places if os.path.exists(place))
-    lets = "lets you make" if os.path.isdir(nearest) else "does not block: it is a file"
-    fits = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
-    require(fits, key, value, f"a folder that {nearest} {lets}")
+        folders["checkpoint.folder"] = dump_folder / config.checkpoint.folder
+    for key, folder in folders.items():
+        nearest = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+        lets = "lets you make" if os.path.isdir(nearest) else "does not block: it is a file"
+        fits = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+        require(fits, key, str(folder), f"a folder that {nearest} {lets}")
 
 
 def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.commands.parser import OneLineParser, begin_model, check_at_least
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.console.tables import named_values
 from torchtitan_lr.errors import require
 
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("documents", "seq_len"):
         given = getattr(args, name)
         require(args.corpus or not given, f"--{name}", given, "a --corpus beside it")
-    begin_model(args)
+    from torchtitan_lr.config.build import import_extension
+
+    import_extension(args.custom_import)
     result = evaluate(args)
     print(json.dumps(result, indent=2) if args.json else named_values(result))
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.folders import unfinished
 from torchtitan_lr.commands.parser import OneLineParser, check_out
-from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.errors import escaped
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
@@ -29,7 +29,7 @@ def add_arguments(parser: OneLineParser) -> None:
         "--format", choices=["factored", "hf"], default="factored", help="names of the weights"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
-    kept = "hf: keep the factors of llama_svd too"
+    kept = "hf: keep the factors of llama_svd too, as factored always does"
     parser.add_argument("--keep_factors", action="store_true", help=kept)
     parser.add_argument("--license", default="", help="of the model card, such as apache-2.0")
 
@@ -49,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
     config = loading.read_run_config(step)
     model_args = loading.build_model_args(config)
     for_hf = args.format == "hf"
-    want = "--format hf; 'factored' always keeps them"
-    require(for_hf or not args.keep_factors, "--keep_factors", args.format, want)
     kind: Kind = "factored"
     if for_hf:
         export.check_hf_exportable(model_args, args.keep_factors)
@@ -59,16 +57,13 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = loading.load_tokenizer(assets, model_args)
     weights = loading.load_weights(step, model_args, assets)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
-    try:
-        with unfinished(args.out) as aside:
-            if for_hf:
-                export.export_hf(model_args, weights, aside, dtype, args.keep_factors)
-            else:
-                export.export_factored(model_args, weights, aside, dtype)
-            _add_tokenizer(tokenizer, aside, model_args.max_seq_len)
-            write_card(model_args, config, step, aside, kind, args.license)
-    except OSError as error:
-        raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
+    with unfinished(args.out) as aside:
+        if for_hf:
+            export.export_hf(model_args, weights, aside, dtype, args.keep_factors)
+        else:
+            export.export_factored(model_args, weights, aside, dtype)
+        _add_tokenizer(tokenizer, aside, model_args.max_seq_len)
+        write_card(model_args, config, step, aside, kind, args.license)
     print(escaped(f"{step} ({args.format}) -> {args.out}"))
     return 0
 

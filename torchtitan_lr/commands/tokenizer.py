@@ -94,9 +94,8 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     from torchtitan_lr.console.progress import progress
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    smallest, largest = len(alphabet) + 3, 1_000_000
-    want = f"at least {smallest} and at most {largest}"
-    require(smallest <= vocab_size <= largest, "--vocab_size", vocab_size, want)
+    least = len(alphabet) + 3
+    require(vocab_size >= least, "--vocab_size", vocab_size, f"at least {least}")
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -111,9 +110,6 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     )
     documents = progress(corpus, "reading the corpus", unit="documents")
     tokenizer.train_from_iterator(documents, trainer)
-    found = tokenizer.get_vocab_size()
-    want = f"at most {found} with so little text"
-    require(found == vocab_size, "--vocab_size", vocab_size, want)
     return tokenizer
 
 

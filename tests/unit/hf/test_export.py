@@ -43,7 +43,6 @@ def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     out = tmp_path / "out"
     refused = {
         ("--format", "hf", "--keep_factors"): "--keep_factors: got 'llama_full', expected a low-r",
-        ("--keep_factors",): "--keep_factors: got 'factored', expected --format hf",
     }
     for options, line in refused.items():
         assert refusal(capsys, step, out, *options).startswith(f"error: {line}")
