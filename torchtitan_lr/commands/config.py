@@ -51,8 +51,6 @@ from torchtitan_lr.optim.entries import ENTRIES
 DEFAULT, SHARE, MODEL = "default", "warmup_ratio", "model"
 COMMAND_LINE, LAUNCHER, RUN = "command line", "launcher", "run"
 
-_ARGS = "args."  # prefix of the model's arguments, which are no keys
-
 
 class Setting(NamedTuple):
     """One value of a run."""
@@ -180,7 +178,7 @@ def _model_of(config: Any) -> list[Setting]:
 
     args = llama_args(config)  # None for another package's model
     values = {} if args is None else drop_marker(asdict(args))
-    return [Setting(_ARGS + name, value, MODEL) for name, value in values.items()]
+    return [Setting(f"args.{name}", value, MODEL) for name, value in values.items()]
 
 
 def _set_by(arguments: Sequence[str]) -> dict[str, Any]:

@@ -38,16 +38,12 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add CONFIG and the options."""
     parser.takes_overrides = True
     parser.add_argument("configs", metavar="CONFIG", nargs="+", help="TOML files or shipped names")
-    parser.add_argument(
-        "--world", type=int, help="ranks; by default the product of the TOML's degrees"
-    )
+    ranks = "ranks; by default the product of the TOML's degrees"
+    parser.add_argument("--world", type=int, help=ranks)
     parser.add_argument("--hardware", default="h100", help="a shipped machine, or a TOML file")
-    parser.add_argument(
-        "--plans",
-        default="full,vanilla,btp",
-        help="of one CONFIG: some of full, vanilla, vanilla_replicated, btp, or of your own",
-    )
-    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
+    plans = "of one CONFIG: some of full, vanilla, vanilla_replicated, btp, or of your own"
+    parser.add_argument("--plans", default="full,vanilla,btp", help=plans)
+    parser.add_shared("--json")
 
 
 def run(args: argparse.Namespace) -> int:

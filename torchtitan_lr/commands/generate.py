@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Continue text with the model of a training checkpoint.
 
-A prompt is continued on the terminal as it is generated:
+A prompt is continued on the terminal as it is generated, or with --json in a line of its own:
 
     torchtitan-lr generate outputs/debug_cola --prompt "def main("
-
-With --json each of several prompts gives one line:
-
-    torchtitan-lr generate outputs/debug_cola --prompt "def main(" --prompt "import os" --json
 
 A model that was fine-tuned on chats answers on the terminal, by its chat template; Ctrl-D ends:
 

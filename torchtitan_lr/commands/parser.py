@@ -7,7 +7,6 @@ error is one line, ``error: ...``, with status 2.
 """
 
 import argparse
-import contextlib
 import functools
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 from torchtitan_lr.checkpoints.folders import is_free
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
+from torchtitan_lr.launch.processes import say
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -36,21 +36,14 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             _flush_output()
             if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has what it wants
                 return 1
-            if isinstance(error, ConfigError):
-                _tell(f"error: {error}")
-                return 2
-            line = describe_error(error)
+            refused = isinstance(error, ConfigError)
+            line = f"error: {error}" if refused else describe_error(error)
             if line is None:
                 raise
-            _tell(line)
-            return 1
+            say(escaped(line))
+            return 2 if refused else 1
 
     return wrapped
-
-
-def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # of a terminal that is gone
-        print(escaped(line), file=sys.stderr, flush=True)
 
 
 def _flush_output() -> None:

@@ -35,16 +35,8 @@ LLAMA3_SPLIT = (
 )
 
 # Llama 3.1 has 256 special tokens: these positions have names, all others are reserved.
-_NAMED_SPECIALS = {
-    0: BOS,
-    1: EOS,
-    4: "<|finetune_right_pad_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-}
+_NAMED_SPECIALS = {0: BOS, 1: EOS, 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>"}
+_NAMED_SPECIALS |= {7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"}
 
 
 def add_arguments(parser: OneLineParser) -> None:

@@ -19,9 +19,6 @@ from torchtitan_lr.titan import fill_job_config, merged_job_config
 
 _PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
-RATES = ("lr", "adamw_lr")
-"""Keys of ``[optimizer]`` that belong to the optimizer for which a file sets them."""
-
 _RATIO, _STEPS = "warmup_ratio", "warmup_steps"
 
 
@@ -79,9 +76,8 @@ def with_own_rates(layers: list[dict[str, Any]], last: str | None) -> list[dict[
     found = []
     for layer, rule in zip(layers, rules, strict=True):
         if rule != like(last or name):
-            kept = dict(layer.get("optimizer", {}))
-            for key in RATES:
-                kept.pop(key, None)
+            given = layer.get("optimizer", {}).items()
+            kept = {key: value for key, value in given if key not in ("lr", "adamw_lr")}
             layer = layer | {"optimizer": kept}
         found.append(layer)
     return found

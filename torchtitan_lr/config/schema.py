@@ -140,10 +140,7 @@ def meaning_of(key: str) -> Meaning:
 NO_EFFECT = frozenset({"job", "metrics", "profiling", "comm", "experimental"})
 """Sections that no loss depends on."""
 
-BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat")
-"""The plans of this package, of ``parallel.plans``."""
-
-TP_PLANS = ["auto", *BUILT_IN_PLANS]
+TP_PLANS = ["auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat"]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""
 
 ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"

@@ -7,6 +7,7 @@ invalid configuration is reported before any rank starts, in one line, with exit
 
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -127,6 +128,11 @@ def failure_line(failure: "Failure", config: Any) -> str:
     line = f"error: {failure}"
     if failure.status == -signal.SIGKILL:
         line += " (the kernel sends it when memory runs out)"
+    folder = config.job.dump_folder
+    with suppress(OSError):  # the folder may be gone
+        free = shutil.disk_usage(folder).free / 2**20
+        if free < 1:  # the rank may have found no place for its own words
+            line += f"; no space left in {folder} ({free:.1f} MiB free)"
     line += f"; its output: {failure.output}"
     if failure.status not in AGAIN_THE_SAME:
         line += how_to_resume(config)
@@ -223,9 +229,8 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
     }
     sent, adamw = summary.get("sent_bytes"), summary.get("adamw_bytes")
     if sent is not None and adamw is not None and is_number(sent) and is_number(adamw):
-        rows["gradients sent"] = (
-            f"{sent / 1e6:.1f} MB per step by formula (AdamW {adamw / 1e6:.1f})"
-        )
+        usual = f"AdamW {adamw / 1e6:.1f}"
+        rows["gradients sent"] = f"{sent / 1e6:.1f} MB per step by formula ({usual})"
     for key in ("checkpoint", "curve"):
         rows[key] = str(summary.get(key) or "none")
     rows |= {"summary": str(dump_folder / SUMMARY_FILE), "logs": str(log_folder)}

@@ -21,8 +21,7 @@ logger = logging.getLogger()  # torchtitan's logger, which is the root logger
 
 
 def _config_module() -> Any:
-    """Import ``torchtitan.config`` without the package's ``__init__``, unless that has run."""
-    # The latter loads torch's compiler, for seconds.
+    """Import ``torchtitan.config`` without the package's slow ``__init__``, unless that has run."""
     name = "torchtitan"
     if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
         # Finds the package's modules, although it is not executed.

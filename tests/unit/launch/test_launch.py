@@ -91,6 +91,9 @@ def test_how_to_go_on(tmp_path):
         if complete:
             Record().write(folder)
     assert launch.how_to_resume(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
+    # Another place is full, which the rank names.
+    full = Failure(1, 1, "No space left on device: '/dev/shm/a'", tmp_path)
+    assert f"left in {tmp_path}" not in launch.failure_line(full, config)
     checkpoint.enable = False
     config.job.dump_folder = str(tmp_path / "removed")
     line = launch.failure_line(Failure(1, 1, "its words", tmp_path), config)
