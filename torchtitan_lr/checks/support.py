@@ -93,19 +93,10 @@ def check_checkpointing(config: Any, world_size: int, device_type: str) -> None:
     check_mode(config)
     mode, degree = config.activation_checkpoint.mode, config.parallelism.tensor_parallel_degree
     # torch 2.13 cannot compile tensor-parallel blocks on a CPU if they recompute attention.
-    fails = device_type == "cpu" and degree > 1 and compiles_model(config)
+    compiles = device_type == "cpu" and degree > 1 and compiles_model(config)
     want = f"{' or '.join(map(repr, COMPILES_ON_CPU))} with compile.enable and tensor parallelism"
-    fits = mode in COMPILES_ON_CPU or not fails
+    fits = mode in COMPILES_ON_CPU or not compiles
     require(fits, "activation_checkpoint.mode", mode, f"{want} on a CPU")
-
-
-def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
-    """Refuse to capture what cannot be captured, where that is asked for."""
-    from torchtitan_lr.training.step_graph import why_eager
-
-    if config.training.step_graph == "on":
-        reason = why_eager(config, device_type)
-        require(not reason, "training.step_graph", "on", f"'auto': {reason}")
 
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:

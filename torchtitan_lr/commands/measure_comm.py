@@ -103,8 +103,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
 def add_arguments(parser: OneLineParser) -> None:
     """Add CONFIG and the options."""
     parser.takes_overrides = True
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
-    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+    parser.add_shared("config", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

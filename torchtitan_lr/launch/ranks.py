@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -138,29 +139,22 @@ def run_ranks(
     given = dict(variables)
     if environment.nodes == 1:  # gloo listens, and unpickles what it receives
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or _LOOPBACK_INTERFACE
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    filtered = set(shown) or {-1}  # an empty filter would show all
+    logs = DefaultLogsSpecs(str(log_folder), tee=Std.ALL, local_ranks_filter=filtered)
     try:
-        rendezvous = meeting(environment)
-        # An empty filter would show all.
-        filtered = set(shown) or {-1}
-        logs = DefaultLogsSpecs(str(log_folder), tee=Std.ALL, local_ranks_filter=filtered)
-        agent = Agent(
-            command, ranks, rendezvous, logs, environment.max_restarts, final=AGAIN_THE_SAME
-        )
-        if signals is not None:
-            signals.agent = agent
-        result = agent.run()
+        with patch.dict(os.environ, given):
+            rendezvous = meeting(environment)
+            agent = Agent(
+                command, ranks, rendezvous, logs, environment.max_restarts, final=AGAIN_THE_SAME
+            )
+            if signals is not None:
+                signals.agent = agent
+            result = agent.run()
     except Exception as error:
         what = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         if environment.nodes > 1:
             what = f"the machine of RDZV_ENDPOINT cannot be reached, or the run ended there; {what}"
         return False, Failure(None, None, what, log_folder)
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
     failure = None if result is None or not result.is_failed() else agent.failure
     if result is None:
         failure = Failure(None, None, "the machines are complete without this one", log_folder)

@@ -117,7 +117,7 @@ def test_a_file_in_a_folders_place_is_refused(tmp_path, key, name):
     blocking.write_text("")
     options = [f"--job.dump_folder={folder}", "--checkpoint.folder=saves"]
     want = f"expected a folder that {blocking} does not block: it is a file"
-    assert refusal(*options) == f"{key}: got {name or str(folder)!r}, {want}"
+    assert refusal(*options) == f"{key}: got {str(blocking)!r}, {want}"
     # The control: with a folder in that place the run may start.
     blocking.unlink()
     blocking.mkdir()

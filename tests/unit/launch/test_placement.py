@@ -52,7 +52,7 @@ def batch(found):
 
 def test_fewer_gpus_than_ranks(gpus):
     gpus(1)
-    hide = r"at most 1, the GPUs of this machine \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
+    hide = r"at most 1, the GPUs here \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
     with pytest.raises(ConfigError, match=rf"NGPU: got 4, expected {hide}"):
         find_device(Environment(4, 1, "0", ""))
     assert find_device(Environment(1, 1, "0", "")) == "cuda"
