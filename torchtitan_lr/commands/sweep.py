@@ -35,8 +35,6 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--out", type=Path, default="outputs/sweep", help=where)
     parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")
     parser.add_argument("--jobs", type=int, default=1, help="points at once")
-    skip = "leave out invalid combinations, instead of stopping with an error"
-    parser.add_argument("--skip_refused", action="store_true", help=skip)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     points = sweeps.points_of(config, grid, common, args.group or work.name)
     with locked(str(work)):
         sweep = sweeps.Sweep(work, points, args.jobs)
-        sweep.check(args.skip_refused)
+        sweep.check()
         status = sweep.run()
     print(sweeps.as_markdown(sweeps.table_of(points)))
     return status
