@@ -95,8 +95,10 @@ class Validator(BaseValidator):
         loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
         num_tokens = torch.zeros_like(loss_sum)
         context, length = context_ranks(self.parallel_dims), len(self.validation_set)
-        shown = dist.get_rank() == 0
-        for rows in progress(self.validation_set, "validation", length, shown=shown):
+        batches = iter(self.validation_set)
+        if dist.get_rank() == 0:
+            batches = progress(batches, "validation", length)
+        for rows in batches:
             batch = own_tokens(rows, context)
             num_tokens += (batch[1] != IGNORE_INDEX).sum().item()
             tokens, labels, arguments = moved(batch, device_type())
