@@ -34,7 +34,7 @@ class Issued(TorchDispatchMode):
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
         self.tracker = ScopeTracker(parts)
-        self.events: list[str] = []
+        self.events: list[tuple[str, str]] = []  # operation and pass
         self.beside: Counter[tuple[str, str]] = Counter()  # FLOPs by scope and pass
         self.running: set[int] = set()
 
@@ -43,17 +43,17 @@ class Issued(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        packet = func.overloadpacket
+        packet, (scope, pass_, _) = func.overloadpacket, self.tracker.here()
         if packet is process_groups.functional.wait_tensor:
             self.running.discard(storage_address(args[0]))
         elif call := identify(func, args, kwargs):
-            self.events.append(call.op)
+            self.events.append((call.op, pass_))
             if isinstance(result, torch.Tensor):
                 self.running.add(storage_address(result))
         elif packet in PRODUCTS:
-            self.events.append("product")
+            self.events.append(("product", pass_))
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            self.beside[self.tracker.here()[:2]] += flops * bool(self.running)
+            self.beside[scope, pass_] += flops * bool(self.running)
         return result
 
 
@@ -125,7 +125,8 @@ def gathers_ahead(prefetch: bool) -> int:
         trainer.step = 2
         with Issued(trainer.model_parts) as issued:
             trainer.train_step(batches)
-    return issued.events[: issued.events.index("product")].count("all_gather")
+    before = issued.events[: issued.events.index(("product", "forward"))]
+    return before.count(("all_gather", "forward"))
 
 
 def test_the_next_block_is_gathered_before_a_block_runs(two_ranks: RankPool) -> None:
