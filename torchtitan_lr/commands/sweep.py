@@ -34,8 +34,6 @@ def add_arguments(parser: OneLineParser) -> None:
     where = "folder of runs and results"
     parser.add_argument("--out", type=Path, default="outputs/sweep", help=where)
     parser.add_argument("--jobs", type=int, default=1, help="points at once")
-    skip = "leave out invalid combinations, instead of stopping with an error"
-    parser.add_argument("--skip_refused", action="store_true", help=skip)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     points = sweeps.points_of(config, grid, common, work.name)
     with locked(str(work)):
         sweep = sweeps.Sweep(work, points, args.jobs)
-        sweep.check(args.skip_refused)
+        sweep.check()
         status = sweep.run()
     print(sweeps.as_markdown(sweeps.table_of(points)))
     return status

@@ -97,8 +97,10 @@ class Validator(BaseValidator):
         vocabulary: Any = model_parts[0].model_args
         counts = torch.zeros(vocabulary.vocab_size, dtype=torch.int64)  # of each label
         context, length = context_ranks(self.parallel_dims), len(self.validation_set)
-        shown = dist.get_rank() == 0
-        for rows in progress(self._batches(), "validation", length, shown=shown):
+        batches = self._batches()
+        if dist.get_rank() == 0:
+            batches = progress(batches, "validation", length)
+        for rows in batches:
             batch = own_tokens(rows, context)  # of rows (b, s) that context-parallel ranks share
             counts += torch.bincount(batch[1][batch[1] != IGNORE_INDEX], minlength=len(counts))
             tokens, labels, arguments = moved(batch, device_type())

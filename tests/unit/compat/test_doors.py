@@ -61,20 +61,6 @@ def test_fake_dtensor_finds_shapes_where_the_door_is(two_ranks):
     assert seen == [1, 0] * (len(seen) // 2)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_dispatch_counts_products_of_grouped_queries(kv_heads):
-    """2·2·b·heads·s²·d forward, 5/2 of that backward, however many heads keys and values have."""
-    q = torch.zeros(3, 4, 8, 16, device="meta")
-    k = v = torch.zeros(3, kv_heads, 8, 16, device="meta")
-    sdpa = torch.ops.aten._scaled_dot_product_flash_attention
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    forward = 4 * 3 * 4 * 8 * 8 * 16
-    assert dispatch.product_flops(sdpa, (q, k, v, 0.0, True), {}, (q,)) == forward
-    found = dispatch.product_flops(backward, (q, q, k, v, q, q[..., 0]), {}, (q, k, v))
-    assert found == forward * 5 // 2
-    assert dispatch.product_flops(torch.ops.aten.add, (q, q), {}, q) == 0
-
-
 @pytest.mark.parametrize("decompose", [torch.linalg.eigh, torch.linalg.svd])
 def test_the_host_does_not_ask_whether_it_converged_and_nothing_is_lost(decompose):
     x = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(0)).double()
