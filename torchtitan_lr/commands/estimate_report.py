@@ -18,9 +18,9 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.checkpoint_modes import EAGER_MODES
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
-from torchtitan_lr.parallel.recompute import EAGER_MODES
 
 FULL_RANK = "full"  # the alternative that is a family; ``auto`` selects its plan
 GIB = 2**30
