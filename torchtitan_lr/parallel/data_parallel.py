@@ -2,8 +2,8 @@
 """Data parallelism with summed gradients: FSDP2, HSDP and replication.
 
 The trainer divides the loss by the valid tokens of the *global* batch, so every wrapper is set to
-sum. `compat.fsdp` says in which dtypes gradients are summed and sent. Over the replicas they are
-summed by FSDP2, by a codec (TAGC), or by an optimizer that sends less than them (TSR-Adam).
+sum. `round_on_the_wire` says in which dtypes gradients are summed and sent. Over the replicas they
+are summed by FSDP2, by a codec (TAGC), or by an optimizer that sends less than them (TSR-Adam).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -136,9 +136,10 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
     """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
+    # Its ``reduce_dtype`` is that in which micro-batches are added up; see `round_on_the_wire`.
+    param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     # The embedding's output has their dtype, and so have all activations after it. A cast of a
     # block's arguments would change nothing but the rotary table, which it would round.
-    param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=torch.promote_types(param_dtype, torch.float32),

@@ -303,14 +303,14 @@ def stage_boundaries(
     ============================  =====  ======  =======================
     """
     degree = job_config.parallelism.tensor_parallel_degree  # T
-    plan, shards_tokens = PLANS[settings.plan], settings.comm == "sequence" and degree > 1
+    plan = PLANS[settings.plan]
     latents = (args.rank_attention,) * 4 + (args.rank_ffn,) * 3
     if degree > 1 and plan.factors[0] == Shard(0):  # of A, along r
         latents = tuple(rank // degree for rank in latents)
     if args.lanes > 1:
         lanes = args.lanes // degree
         boundary = Boundary(seq_len, lanes * args.dim, (), lanes=lanes)
-    elif shards_tokens:
+    elif degree > 1 and settings.comm == "sequence":
         tokens_per_row = degree if plan.shards_stream else 1
         boundary = Boundary(seq_len // degree, args.dim, latents, tokens_per_row)
     else:
