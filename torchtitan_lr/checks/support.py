@@ -88,7 +88,7 @@ def check_context(config: Any, world_size: int, device_type: str) -> None:
 
 def check_checkpointing(config: Any, world_size: int, device_type: str) -> None:
     """Check activation checkpointing with and without ``[compile]``."""
-    from torchtitan_lr.parallel.recompute import COMPILES_ON_CPU, check_mode, compiles_model
+    from torchtitan_lr.parallel.checkpoint_modes import COMPILES_ON_CPU, check_mode, compiles_model
 
     check_mode(config)
     mode, degree = config.activation_checkpoint.mode, config.parallelism.tensor_parallel_degree

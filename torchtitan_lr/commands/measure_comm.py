@@ -74,7 +74,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     from torchtitan_lr.costs.described_run import read_run
     from torchtitan_lr.costs.rehearsal import rehearse_run
     from torchtitan_lr.costs.step_traffic import compare, step_traffic
-    from torchtitan_lr.parallel.recompute import EAGER_MODES
+    from torchtitan_lr.parallel.checkpoint_modes import EAGER_MODES
 
     with TemporaryDirectory() as folder:  # the configuration's own may have a run
         placed = place_run([*arguments, f"--job.dump_folder={folder}"])

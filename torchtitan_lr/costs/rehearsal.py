@@ -31,15 +31,15 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import summed_loss
 from torchtitan_lr.models.llama import PLACES, LlamaModel
-from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
-from torchtitan_lr.parallel.plan_parts import TPSettings
-from torchtitan_lr.parallel.plans import apply_tensor_parallel
-from torchtitan_lr.parallel.recompute import (
+from torchtitan_lr.parallel.checkpoint_modes import (
     EAGER_MODES,
     apply_activation_checkpoint,
     compiles_model,
     wrapping_period,
 )
+from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
+from torchtitan_lr.parallel.plan_parts import TPSettings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, set_default_dtype
 
 if TYPE_CHECKING:

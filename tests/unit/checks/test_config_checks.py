@@ -37,7 +37,7 @@ REFUSALS = [
     ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
     ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
-    ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
+    ("parallelism.tp_plan=caat", "'caat'", "with caat.lanes = 1"),
     ("training.seq_len=126 parallelism.context_parallel_degree=2 validation.no_enable", "126", "4"),
     ("training.seq_len=0 comm.mode=fake_backend", "0", "a positive"),
     ("grad_compression.codec=gzip", "'gzip'", "'none', 'sparse', 'sketch'"),

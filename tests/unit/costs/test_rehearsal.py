@@ -21,9 +21,9 @@ from torchtitan_lr.costs.kernels import Recorder, Work, product_work
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import resolve_settings
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.

@@ -11,7 +11,7 @@ from tests.support.documents import alone, difference, masks_of_blocks, together
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL
 from torchtitan_lr.models.llama import separate
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -9,11 +9,7 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.plan_parts import TPSettings
-from torchtitan_lr.parallel.plans import (
-    PLANS,
-    check_gather,
-    resolve_settings,
-)
+from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
 
 LANES = {"lanes": 4, "sync_fraction": 0.5}
 
