@@ -22,6 +22,8 @@ Nothing is fetched. The parts:
               C-th of a whole row's on one device; nothing is sent
     split     the same as two calls per chunk, merged by their log-sum-exp, by kernel
     profile   the kernels of one compiled step of CoLA, the longest first
+    padded    a compiled step of CoLA and full rank at 1B, whose feed-forward width is odd: padded
+              where products use it, and not
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
 
@@ -186,6 +188,47 @@ def _workload(device: str, small: bool, flavor: str) -> Workload:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shape = ("debug", 2, 32) if small else (flavor, 8, 1024)
     return Workload(*shape, dtype=dtype, device=device)
+
+
+PADDED = (("cola", 8), ("full", 8), ("cola", 24), ("full", 24))
+"""Family and rows of 1,024 tokens of each group of `padded`."""
+
+
+def padded(device: str, small: bool) -> Iterator[Row]:
+    """Yield compiled training steps whose odd feed-forward width is padded at use, or not.
+
+    One model takes turns with itself. ``speed_up`` is over the first, which is not padded;
+    ``loss_difference`` is relative, between two passes with the same weights.
+    """
+    for family, batch in PADDED[:2] if small else PADDED:
+        _reset(device)
+        workload = _workload(device, small, "1B")
+        workload = replace(workload, ffn_dim=341) if small else replace(workload, batch=batch)
+        runner = Runner(family, workload)
+        runner.compile()
+        modules = [m for m in runner.model.modules() if getattr(m, "pads", False) is None]
+        plain, other = (_padding(modules, on, runner.forward).item() for on in (False, True))
+        step = partial(_padding, modules)
+        calls = {f"padded {on}": partial(step, on, runner.step) for on in (False, True)}
+        timed = in_turns(calls, 2 if small else 5, warmup=2)
+        flops = flops_per_token(workload.args(family), workload.seq_len)
+        tokens = runner.tokens.numel()
+        for name, found in timed.items():
+            row: Row = {"family": family, "f": workload.args(family).ffn_dim, "tokens": tokens}
+            row |= {"how": name, **found.as_dict(), "loss_difference": abs(other / plain - 1)}
+            row["tokens_per_s"] = 1e3 * tokens / row["ms"]
+            if device == "cuda":
+                row["mfu"] = row["tokens_per_s"] * flops / peak_flops(torch.cuda.get_device_name())
+                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            yield row
+        del runner, calls
+
+
+def _padding(modules: list[Any], on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what pads odd widths, or not."""
+    for module in modules:
+        module.pads = on
+    return call()
 
 
 def profile(device: str, small: bool) -> Iterator[Row]:
@@ -611,7 +654,7 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
         *(parity, training, optimizer, spectral, codec, block, captured, modes, context, split),
-        profile,
+        *(profile, padded),
     )
 }
 

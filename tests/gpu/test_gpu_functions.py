@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -173,6 +174,13 @@ def cases() -> Iterator[Case]:
     alone = lambda ranks, x, *w: torch.cat(down_products(x, w), -1)  # noqa: E731
     yield Case("_DownProducts", alone, side_by_side, ((B, S, D), *weights))
     summed = lambda ranks, x, *w: torch.cat(down_projections(x, w, Reduction(ranks)), -1)  # noqa: E731
+    yield Case(
+        "_GatedLinear",
+        lambda ranks, x, w: gated_linear(Gated(x, None, False), w, 32),
+        lambda x, w: F.pad(F.linear(x, w), (0, 32 - D + 1)),
+        ((B, S, D), (D - 1, D)),
+        "padded",
+    )
     yield Case("_Down", summed, side_by_side, ((B, S, D), *weights))
     column = lambda ranks, x, *w: torch.cat(column_parallel(x, w, ranks), -1)  # noqa: E731
     yield Case("_ColumnParallel", column, side_by_side, ((B, S, D), *weights))

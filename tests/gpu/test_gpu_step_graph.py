@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.gpu.trainers import BATCH, micro_batches, trainer_on
+from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.step_graph import why_eager
 
@@ -131,6 +133,12 @@ def test_captured_steps_equal_eager_ones(
     assert passes == (1 if arguments is ONE else 3 if arguments is THREE else 2)
     assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
     assert not torch.equal(eager[0], eager[STEPS - 1])
+
+
+def test_what_cannot_be_captured_is_refused(tmp_path: Path) -> None:
+    config = build_job_config(["--training.step_graph=on", f"--job.dump_folder={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"training.step_graph: got 'on'.*CUDA graphs need a GPU"):
+        check_job_config(config, 1, "cpu", data="none")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (stored.check_other_run, "files"),  # first, since it takes no time
     (support.check_parallelism, ""),
     (support.check_checkpointing, ""),
+    (support.check_step_graph, ""),
     (values.check_training, ""),
     (values.check_folders, "files"),
     (values.check_checkpoint, "files"),

@@ -99,6 +99,15 @@ def check_checkpointing(config: Any, world_size: int, device_type: str) -> None:
     require(fits, "activation_checkpoint.mode", mode, f"{want} on a CPU")
 
 
+def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
+    """Refuse to capture what cannot be captured, where that is asked for."""
+    from torchtitan_lr.training.step_graph import why_eager
+
+    if config.training.step_graph == "on":
+        reason = why_eager(config, device_type)
+        require(not reason, "training.step_graph", "on", f"'auto': {reason}")
+
+
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     """Check that the optimizer fits the run and reads its keys; every group has a parameter."""
     # Imported late because they import torch.

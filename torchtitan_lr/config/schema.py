@@ -283,10 +283,10 @@ class Training:
     """Keep the documents of a sequence apart: a token attends to its own document only, positions
     restart, and the token after a document's last is not predicted. Also in validation."""
 
-    step_graph: Annotated[Literal["auto", "off"], FREE] = "auto"
+    step_graph: Annotated[Literal["auto", "on", "off"], FREE] = "auto"
     """Forward, loss and backward of a micro-batch as one CUDA graph, which is faster where the host
     launches kernels more slowly than the GPU runs them. 'auto' captures on a GPU what can be
-    captured, and says in a line why not. Numbers are those without it."""
+    captured, and says in a line why not; 'on' refuses the rest. Numbers are those without it."""
 
     check_memory: Annotated[bool, FREE] = True
     """Refuse ranks on the CPU that need more memory than their machine has, by the estimate of

@@ -47,8 +47,36 @@ class Gated(NamedTuple):
         return active if self.up is None else active * self.up
 
 
+def used_width(weight: Tensor, pads: bool | None) -> int:
+    """Return the number of features that products with a weight (features, inputs) compute."""
+    # With ``pads`` that is the next multiple of 32 for a width that 8 does not divide, while
+    # gradients are computed: rows of an odd width begin at addresses that a GPU's fast kernels do
+    # not take. None pads on a GPU. The added features are 0, and so are their gradients.
+    width = weight.shape[0]
+    pads = weight.is_cuda if pads is None else pads
+    if not (pads and torch.is_grad_enabled()) or width % 8 == 0:
+        return width
+    return -(-width // 32) * 32
+
+
+def padded(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a weight (m, n) with rows and columns of zeros behind its own; itself if it fits."""
+    m, n = weight.shape
+    if (m, n) == (rows, columns):
+        return weight
+    return F.pad(weight, (0, columns - n, 0, rows - m))
+
+
+def unpadded(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of a weight from that of the padded one."""
+    if gradient.shape == weight.shape:
+        return gradient
+    m, n = weight.shape
+    return gradient[:m, :n].contiguous()
+
+
 class _GatedLinear(torch.autograd.Function):
-    """Forward W (σ(gate) · up); backward repeats the product in the bracket."""
+    """Forward W (σ(gate) · up), with a padded W that is not kept; backward repeats the bracket."""
 
     @staticmethod
     def forward(
@@ -56,14 +84,16 @@ class _GatedLinear(torch.autograd.Function):
         gate: Tensor,  # (b, s, f), or a latent (b, s, r)
         up: Tensor | None,  # (b, s, f)
         silu: bool,
-        weight: Tensor,  # A (r, f), or B (d_out, r)
+        weight: Tensor,  # A (r, f), or B (d_out, r), not padded
+        width: int,
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         end_recomputation(gate, up, weight)
-        ctx.silu = silu
+        ctx.silu, ctx.width = silu, width
 
         def compute() -> tuple[Tensor]:
-            return (F.linear(Gated(gate, up, silu).product(), weight),)
+            used = padded(weight, width, gate.shape[-1])
+            return (F.linear(Gated(gate, up, silu).product(), used),)
 
         # Low-rank checkpointing keeps the latent A (σ(gate) · up), and repeats up-projections.
         (out,) = compute() if up is None else keep(compute)
@@ -71,22 +101,24 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor, None]:
         gate, up, weight = ctx.saved_tensors
         active = F.silu(gate) if ctx.silu else gate
         dweight = gradient.flatten(0, -2).T @ (active if up is None else active * up).flatten(0, -2)
-        dgate, dup = gradient @ weight, None
+        dgate, dup = gradient @ padded(weight, ctx.width, gate.shape[-1]), None
         if up is not None:
             dup = dgate * active
             dgate = dgate.mul_(up)  # in place: f-wide, and not needed any more
         if ctx.silu:
             dgate = torch.ops.aten.silu_backward(dgate, gate)
-        return dgate, dup, None, dweight
+        return dgate, dup, None, unpadded(dweight, weight), None
 
 
-def gated_linear(hidden: Gated, weight: Tensor) -> Tensor:
+def gated_linear(hidden: Gated, weight: Tensor, width: int | None = None) -> Tensor:
     """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keep the factors alone."""
-    out: Tensor = _GatedLinear.apply(*hidden, weight)
+    # A (r, f) takes as many features as come, see `used_width`; the result (b, s, width) has r
+    # features by default, of B (d_out, r) it has d_out.
+    out: Tensor = _GatedLinear.apply(*hidden, weight, width or weight.shape[0])
     return out
 
 

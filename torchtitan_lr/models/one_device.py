@@ -20,6 +20,7 @@ from torchtitan_lr.models.linears import (
     activated,
     down_products,
     gated_linear,
+    used_width,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +50,14 @@ class OneDevice:
     ) -> list[Tensor]:
         """Return one output W x (b, s, d_out) per full-rank linear of x (b, s, d_in)."""
         x = x if norm is None else norm(x)
-        return [linear(x) for linear in linears]
+        outputs = []
+        for linear in linears:
+            width = used_width(linear.weight, group.pads)
+            if width == linear.weight.shape[0] and x.shape[-1] == linear.weight.shape[1]:
+                outputs.append(linear(x))
+            else:
+                outputs.append(gated_linear(Gated(x, None, False), linear.weight, width))
+        return outputs
 
     def down(
         self,
@@ -95,8 +103,12 @@ class OneDevice:
             return [linear.B(h) for h, linear in zip(active, linears, strict=True)]
         outputs = []
         for h, linear, silu in zip(latents, linears, group.use_silu, strict=True):
-            factors = Gated(h, None, silu)
-            outputs.append(gated_linear(factors, linear.B.weight) if silu else linear.B(h))
+            weight = linear.B.weight
+            width = used_width(weight, group.pads)
+            if silu or width != weight.shape[0]:
+                outputs.append(gated_linear(Gated(h, None, silu), weight, width))
+            else:
+                outputs.append(linear.B(h))
         return outputs
 
     def whole(self, latents: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -132,6 +144,8 @@ class Group(Planned):
         self.opens = name in ("qkv", "gate_up")  # whether it reads the residual stream
         # By linear whether σ is SiLU, or the identity.
         self.use_silu = [args.latent_silu(projection) for projection in GROUPS[name]]
+        # Whether the feed-forward's width is padded, see `used_width`; None is on a GPU.
+        self.pads = None if name == "gate_up" else False
 
     def forward(
         self,

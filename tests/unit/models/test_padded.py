@@ -1,0 +1,79 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Feed-forwards of an odd width that products pad: losses and gradients stay.
+
+In fp64, because a library may sum a longer inner width in another order.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_lr.models.families import FAMILIES
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.linears import used_width
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
+
+ODD = 341
+
+
+class Widths(TorchDispatchMode):
+    """Records the widths of products' operands and results."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.found |= {n for x in (*args, out) for n in x.shape}
+        return out
+
+
+def trained(family, mode, pads=None):
+    """Loss, gradients by name and the widths that products see."""
+    args = replace(
+        FLAVORS[family]["debug"], n_layers=2, max_seq_len=16, ffn_dim=ODD, vocab_size=256
+    )
+    torch.manual_seed(0)
+    model = LlamaModel(args)
+    for module in model.modules():
+        if getattr(module, "pads", False) is None:
+            module.pads = pads
+    model.init_weights()
+    model.double()
+    if mode == "low_rank":
+        apply_low_rank_checkpoint(model, save_attention=False)
+    tokens = torch.randint(args.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+    with Widths() if mode == "eager" else torch.enable_grad() as seen:
+        loss = model(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return loss.detach(), gradients, seen.found if mode == "eager" else set()
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [*((family, "eager") for family in FAMILIES), ("cola", "low_rank")]
+)
+def test_padding_changes_nothing(family, mode):
+    loss, gradients, widths = trained(family, mode)
+    padded_loss, padded_gradients, padded_widths = trained(family, mode, pads=True)
+    torch.testing.assert_close(padded_loss, loss, rtol=1e-14, atol=0)
+    for name, gradient in gradients.items():
+        error = (padded_gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert error < 1e-13, name
+    if mode == "eager":  # the control: something was padded, and nothing was left
+        assert ODD in widths and ODD not in padded_widths and 352 in padded_widths
+
+
+def test_an_even_width_and_an_evaluation_stay():
+    odd = torch.empty(5461, 1)
+    even = [used_width(torch.empty(width, 1), pads=True) for width in (5472, 344)]
+    assert even == [5472, 344]
+    assert [used_width(odd, pads) for pads in (True, False)] == [5472, 5461]
+    with torch.no_grad():
+        assert used_width(odd, pads=True) == 5461
+    assert used_width(odd, pads=None) == 5461  # on a CPU
