@@ -112,7 +112,8 @@ def hidden_share(trace: Path) -> tuple[float, float]:
     opened = gzip.open if trace.suffix == ".gz" else open
     with opened(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
-    sent, computed = [], []
+    sent: list[tuple[float, float]] = []
+    computed: list[tuple[float, float]] = []
     for event in events:
         if event.get("cat") == "kernel":
             interval = (event["ts"], event["ts"] + event["dur"])

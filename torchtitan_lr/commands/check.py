@@ -14,7 +14,7 @@ Exit status: 0, or 2 with the reason in one line.
 
 import argparse
 
-from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -28,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
     """Check and rehearse; return the exit status."""
     if args.world is not None:
         check_at_least(args, world=1)
-    check_toml(args.config)
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.fake_step import rehearse_ranks
     from torchtitan_lr.checks.job import check_job_config
