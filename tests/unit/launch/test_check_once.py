@@ -29,15 +29,21 @@ def starts(rank, ports, told):
             raise ConfigError("some.key", 7, "a number such as 8")
         return "signed by rank 0"
 
-    def prepare():
+    def prepare(signed):
+        assert signed == "signed by rank 0"
         if answer == "no text":
             raise ConfigError("some.path", "a.txt", "text on this machine")
         return {"FOUND": f"corpus of machine {os.environ['GROUP_RANK']}"}
 
+    def check_tokens():
+        lines.append("tokens")
+        if answer == "few":
+            raise ConfigError("some.key", 9, "fewer")
+
     for answer, port in ports.items():  # noqa: B007 (`check` and `prepare` read it)
         os.environ["MASTER_PORT"] = str(port)
         try:
-            signed = checked_once(check, prepare)
+            signed = checked_once(check, prepare, check_tokens)
             lines.append(f"{os.environ['FOUND']} {signed}")
         except ConfigError as error:
             lines.append(str(error))
@@ -47,7 +53,7 @@ def starts(rank, ports, told):
 
 
 def test_rank_0_checks_for_all_and_each_machine_prepares():
-    ports = {answer: free_port() for answer in ("refuse", "no text", "accept")}
+    ports = {answer: free_port() for answer in ("refuse", "no text", "few", "accept")}
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     ranks = [context.Process(target=starts, args=(rank, ports, told)) for rank in range(3)]
@@ -59,13 +65,15 @@ def test_rank_0_checks_for_all_and_each_machine_prepares():
     refusal = "some.key: got 7, expected a number such as 8"
     no_text = "some.path: got 'a.txt', expected text on this machine"
     here, there = (f"corpus of machine {machine} signed by rank 0" for machine in (0, 1))
+    few = "some.key: got 9, expected fewer"
+    own = ["checked", refusal, "checked", no_text, "checked", "tokens", few]
     assert found == {
-        0: ["checked", refusal, "checked", no_text, "checked", here],
-        1: [refusal, no_text, here],
-        2: [refusal, no_text, there],
+        0: [*own, "checked", "tokens", here],
+        1: [refusal, no_text, few, here],
+        2: [refusal, no_text, few, there],
     }
 
 
 def test_what_the_launcher_has_checked_is_not_checked_again(monkeypatch):
     monkeypatch.setenv("TORCHTITAN_LR_LOCK", "signed by the launcher")
-    assert checked_once(pytest.fail, pytest.fail) == "signed by the launcher"
+    assert checked_once(*3 * [pytest.fail]) == "signed by the launcher"
