@@ -7,12 +7,14 @@ Each rank sends the signs of its rows and the mean size of every row. A run name
 
 import torch
 
-from torchtitan_lr.compression.codecs import CODECS, Decoded, Message, pack, unpack
-from torchtitan_lr.compression.sizes import FORMULAS, CodecFormula
+from torchtitan_lr.compression.codecs import Codec, Decoded, Message, pack, unpack
+from torchtitan_lr.compression.settings import CODECS
 from torchtitan_lr.config.schema import CODEC_NAMES
 
 
-class SignCodec:
+class SignCodec(Codec):
+    sends_all = True
+
     def encode(self, rows, seed):
         size = rows.abs().mean(1, keepdim=True)  # (W, 1)
         sent = torch.where(rows < 0, -size, size)  # (W, m)
@@ -25,11 +27,5 @@ class SignCodec:
         return Decoded(torch.where(negative, -size, size).sum(0))
 
 
-def sign_messages(unit, codec):
-    w, m = unit.ranks, unit.compressed
-    return [("all_to_all", "index", w * -(-m // 8)), ("all_to_all", "gradient", w)]
-
-
-CODECS["sign"] = lambda ranks, sizes: SignCodec()
-FORMULAS["sign"] = CodecFormula(sign_messages, sends_all=True)
+CODECS["sign"] = SignCodec
 CODEC_NAMES.append("sign")

@@ -5,26 +5,18 @@ A run names this module by ``experimental.custom_import``.
 """
 
 import torch
-from torch import nn
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import ModelFamily
 from torchtitan_lr.training.register import register_model_family
 
 
-class TanhEdge(nn.Module):
-    """tanh of every latent (b, s, r): each plan's shards of it will do."""
-
-    def forward(self, latents, carried, linears):
-        return [torch.tanh(latent) for latent in latents]
-
-
 class Tanh(ModelFamily):
     def defaults(self, size, rank):
         return {"rank_attention": rank, "rank_ffn": rank, "activation": "fullrank"}
 
-    def build_mix(self):
-        return TanhEdge()
+    def act(self, latents):
+        return [torch.tanh(latent) for latent in latents]
 
     def check(self, args):
         if args.activation != "fullrank":

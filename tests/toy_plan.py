@@ -12,55 +12,38 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.collectives import local
 from torchtitan_lr.config.schema import TP_PLANS
-from torchtitan_lr.costs.fsdp_messages import named_parameters
 from torchtitan_lr.costs.messages import forward
-from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
+from torchtitan_lr.costs.tp_messages import FORMULAS
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.linears import activated, down_products
-from torchtitan_lr.parallel.edge import (
-    Edge,
-    EmbedEdge,
-    HeadEdge,
-    MixEdge,
-    gather_from_ranks,
-    normalize,
-)
-from torchtitan_lr.parallel.plan_parts import Plan, low_rank_blocks, model_ends, on_ranks
+from torchtitan_lr.parallel.paired import gather_from_ranks
+from torchtitan_lr.parallel.plan_parts import Plan, normalize
 from torchtitan_lr.parallel.plans import PLANS
 
 
-class GatheredEdge(Edge):
-    def whole(self, factor):
-        return gather_from_ranks(local(factor.weight), self.ranks)
+class Gathered(Plan):
+    attention = feed_forward = Shard(1), Shard(1)
+    shards_heads = False
 
+    def gathered(self, factors):
+        return [gather_from_ranks(local(factor.weight), self.ranks) for factor in factors]
 
-class GatheredDownEdge(GatheredEdge):
-    def forward(self, x, linears, norm=None):
+    def down(self, group, x, linears, norm):
         x = x if norm is None else normalize(x, norm)
-        return down_products(x, [self.whole(linear.A) for linear in linears])
+        return down_products(x, self.gathered(linear.A for linear in linears))
 
-
-class GatheredUpEdge(GatheredEdge):
-    def forward(self, latents, linears, use_silu):
-        pairs = zip(activated(latents, use_silu), linears, strict=True)
-        return [F.linear(x, self.whole(linear.B)) for x, linear in pairs]
-
-
-def gathered(args, settings):
-    down, up = on_ranks(GatheredDownEdge), on_ranks(GatheredUpEdge)
-    blocks = low_rank_blocks(args, GATHERED, down, up, on_ranks(MixEdge, sharded=False))
-    head = on_ranks(HeadEdge, loss_parallel=settings.loss_parallel)
-    return blocks | model_ends(on_ranks(EmbedEdge), head)
+    def up(self, group, latents, linears):
+        weights = self.gathered(linear.B for linear in linears)
+        pairs = zip(activated(latents, group.use_silu), weights, strict=True)
+        return [F.linear(x, weight) for x, weight in pairs]
 
 
 def gathered_traffic(shape, settings, n, ranks):
-    factors = named_parameters(shape, settings, 1)["block 0"].values()
-    block = [forward("all_gather", [prod(size) for size in factors if len(size) == 2])]
-    ends = FORMULAS["vanilla"].traffic(shape, settings, n, ranks)
-    return ends | {"block": block}
+    blocks = [size for name, size in model_shapes(shape).items() if name.startswith("layers.0.")]
+    block = [forward("all_gather", [prod(size) for size in blocks if len(size) == 2])]
+    return FORMULAS["vanilla"](shape, settings, n, ranks) | {"block": block, "gates": []}
 
 
-FACTORS = Shard(1), Shard(1)
-GATHERED = Plan(gathered, attention=FACTORS, feed_forward=FACTORS, shards_heads=False)
-PLANS["gathered"] = GATHERED
+PLANS["gathered"] = Gathered
 TP_PLANS.append("gathered")
-FORMULAS["gathered"] = PlanFormula(gathered_traffic, (1, 1), (1, 1), shards_heads=False)
+FORMULAS["gathered"] = gathered_traffic

@@ -13,16 +13,16 @@ AdamW updates the other parameters. A run names this module by ``experimental.cu
 """
 
 from functools import partial
+from math import prod
 
 import torch
 
 from torchtitan_lr.compat.dtensor import local_part, wrap_like
 from torchtitan_lr.costs.described_run import read_run
-from torchtitan_lr.costs.held_memory import adam_state
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.optimizer_costs import MatrixCost, OptimizerWork
 from torchtitan_lr.errors import require
-from torchtitan_lr.optim.beside_adamw import BesideAdamW
+from torchtitan_lr.optim.containers import beside_adamw
 from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
 from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
 from torchtitan_lr.optim.spectral.layout import GramGroups, View
@@ -59,7 +59,7 @@ class SOAP(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.factors.append(Factor(parameter, int(parameter in of_B), group))
-        self.groups = GramGroups(factor.layout for factor in self.factors)
+        self.groups = GramGroups(self.factors)
         self.steps = torch.zeros(())
         for factor in self.factors:
             self.state[factor.parameter] = factor.state() | {"step": self.steps}
@@ -72,7 +72,7 @@ class SOAP(torch.optim.Optimizer):
         gradients, terms = {}, {}
         for factor in self.factors:
             G = factor.oriented(local_part(factor.parameter.grad).to(factor.dtype))  # (r, n/N)
-            gradients[factor], terms[factor] = G, (factor.layout, packed(gram(G)))
+            gradients[factor], terms[factor] = G, packed(gram(G))
         changes = int(self.steps) % EVERY == 0
         self.steps += 1
         for factor, triangle in self.groups.sum_terms(terms).items():
@@ -96,7 +96,7 @@ class SOAP(torch.optim.Optimizer):
 
 def build(model_parts, config, parallel_dims):
     options = {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    return BesideAdamW(model_parts, config, lambda groups, pairs: SOAP(groups, pairs, **options))
+    return beside_adamw(model_parts, config, lambda groups, pairs: SOAP(groups, pairs, **options))
 
 
 class SoapCost(MatrixCost):
@@ -113,12 +113,9 @@ class SoapCost(MatrixCost):
 
     def state_bytes(self, pieces):
         own, others = self.own(pieces)
-        squares = zip(self.names, self.whole_matrices(), strict=True)
-        replicated = sum(2 * matrix.r**2 for name, matrix in squares if name in own)
+        numbers = sum(2 * prod(piece) + 2 * self.whole[name].r ** 2 for name, piece in own.items())
         count = 4 * bool(own)  # of steps, which the factors share
-        moments = adam_state(own, self.wide) - 4 * len(own) + count
-        adamw = adam_state(others, self.run.precision.parameter)
-        return moments + self.wide * replicated + adamw
+        return self.wide * numbers + count + super().state_bytes(others)
 
     def work(self, pp_rank):
         """G Gᵀ, Qᵀ G, Qᵀ M and Q D; the eigenvectors are left out."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from torchtitan_lr.compat.process_groups import least_of_all
 from torchtitan_lr.errors import ConfigError
 
 T = TypeVar("T")
@@ -23,12 +22,12 @@ _LONGEST_WORK = timedelta(days=7)  # of `done_by_first`: it may prepare a corpus
 _READ_SECONDS = 10.0  # in which the other ranks must have read a refusal: then the store may end
 
 
-def from_first_rank(value: T, rank: int = 0) -> T:
-    """Return the first rank's value, or that of another rank; one process returns its own."""
-    # A rank that leaves this function knows that ``rank`` has entered it.
+def from_first_rank(value: T) -> T:
+    """Return the first rank's value; one process returns its own."""
+    # A rank that leaves this function knows that the first one has entered it.
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=rank)
+        dist.broadcast_object_list(box)
     return box[0]
 
 
@@ -41,17 +40,10 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def first_rank_where(condition: bool) -> int | None:
-    """Return the first rank whose ``condition`` is true, the same on all ranks; None if none is."""
-    ranks = dist.get_world_size()
-    rank = least_of_all(dist.get_rank() if condition else ranks)
-    return None if rank == ranks else rank
-
-
 def first_rank_with(found: str | None) -> tuple[int, str] | None:
     """Return the first rank with a ``found``, and that, on all ranks; None if none has one."""
-    rank = first_rank_where(found is not None)
-    return None if rank is None else (rank, str(from_first_rank(found, rank)))
+    texts = enumerate(from_all_ranks(found))
+    return next(((rank, text) for rank, text in texts if text is not None), None)
 
 
 def done_by_first(store: Any, key: str, first: bool, ranks: int, work: Callable[[], T]) -> T:
@@ -68,21 +60,15 @@ def done_by_first(store: Any, key: str, first: bool, ranks: int, work: Callable[
     try:
         result = work()
     except Exception as error:
-        _refuse(store, key, error, ranks)
+        refused = error
+        if not isinstance(refused, ConfigError):
+            rank, what = os.environ.get("RANK", "0"), f"{type(error).__name__}: {error}"
+            refused = ConfigError(f"rank {rank}", what, "a run that can be checked")
+        refusal = refused.key, refused.got, refused.want
+        store.set(key, json.dumps({"refusal": refusal}, default=str))
+        end = time.monotonic() + _READ_SECONDS
+        while store.add(f"{key}/read", 0) < ranks - 1 and time.monotonic() < end:
+            time.sleep(0.05)
         raise
     store.set(key, json.dumps({"result": result}))
     return result
-
-
-def _refuse(store: Any, key: str, error: Exception, ranks: int) -> None:
-    """Send the other ranks a refusal, and keep the store until they have read it."""
-    refusal: tuple[str, object, str]
-    if isinstance(error, ConfigError):
-        refusal = error.key, error.got, error.want
-    else:
-        rank = f"rank {os.environ.get('RANK', '0')}"
-        refusal = rank, f"{type(error).__name__}: {error}", "a run that can be checked"
-    store.set(key, json.dumps({"refusal": refusal}, default=str))
-    end = time.monotonic() + _READ_SECONDS
-    while store.add(f"{key}/read", 0) < ranks - 1 and time.monotonic() < end:
-        time.sleep(0.05)

@@ -2,7 +2,7 @@
 """Collectives over the tensor-parallel ranks, without autograd, on plain local tensors.
 
 The functions use torch's functional collectives: `torch.compile` traces them, and every call is a
-`torch.ops._c10d_functional` operator. `parallel.edge` has them with their partners in backward.
+`torch.ops._c10d_functional` operator. `parallel.paired` has them with their partners in backward.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Entry point of every rank.
+"""Entry point of every rank: check, train, record how it ended. `training.trainer` has the run.
 
 Start it with ``torchtitan-lr train`` or with ``torchrun -m torchtitan_lr.train
 --job.config_file FILE``.
@@ -7,9 +7,11 @@ Start it with ``torchtitan-lr train`` or with ``torchrun -m torchtitan_lr.train
 
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -28,40 +30,29 @@ with collector_off():
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.training.trainer import Trainer
 
+from torchtitan_lr.agreement import done_by_first
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
-from torchtitan_lr.launch.check_once import checked_once
+from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.launch.folder_lock import check_ours, locked
+from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, check_ours, is_held, locked, taken
 from torchtitan_lr.launch.placement import accelerator
-from torchtitan_lr.launch.run_state import (
-    DIVERGED,
-    EXIT_STATUS,
-    FAILED,
-    FAILURES,
-    FINISHED,
-    REFUSED,
-    RUNNING,
-    STOPPED,
-    holder_named,
-    write_state,
-)
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
-    """Train with the configuration of the command line; return `EXIT_STATUS` of how it ended."""
+    """Train with the configuration of the command line; return the status of how it ended."""
     init_console()
     began = time.time()
     with ExitStack() as until:
         try:
             config, signed = checked_config(sys.argv[1:] if argv is None else argv, until)
         except Exception as error:  # nothing is recorded: the folder may be another job's
-            return EXIT_STATUS[tell(error)[0]]
+            return run_state.EXIT_STATUS[tell(error)[0]]
         return train(config, trainer_class, began, signed)
 
 
@@ -69,9 +60,6 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     """Return the configuration, which can run on these ranks, and the signature of its lock.
 
     Rank 0 holds the lock as long as ``until``, unless the launcher does.
-
-    Raises:
-        ConfigError: It cannot run, or another job uses its folder.
     """
     config = build_job_config(argv)
     init_console(config.metrics.verbose)
@@ -81,37 +69,60 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     # A machine that has lost one: restarts would fail in the same way.
     want = f"less than {devices}, the number of GPUs that this rank sees"
     require(not devices or local < devices, "LOCAL_RANK", local, want)
-
     folder = config.job.dump_folder
 
     def check() -> str:
-        with holder_named(folder):
-            check_job_config(config, ranks, device_type)
+        if is_held(folder):  # what a check would find changes while that job trains
+            raise taken(folder)
+        check_job_config(config, ranks, device_type)
         return until.enter_context(locked(folder))  # here, so that all ranks hear of a refusal
 
-    return config, checked_once(folder, check, partial(prepare_for_ranks, config))
+    return config, checked_once(check, partial(prepare_for_ranks, config))
+
+
+_stores: list[Any] = []  # on rank 0 the store's server lives with the object, and others read late
+
+
+def checked_once(check: Callable[[], str], prepare: Callable[[], dict[str, str]]) -> str:
+    """Check a run in one process, prepare it in one of each machine, raise refusals in all.
+
+    On one machine the launcher has done it. On several, and below plain torchrun, rank 0 does: a
+    thousand ranks would read the corpus and the checkpoint at the same moment. Then one rank of
+    each machine finds the prepared tokens there, or prepares them: machines need not share a
+    folder. `check` returns the signature in the folder's lock, and `prepare` environment variables.
+    """
+    if HELD_VARIABLE in os.environ:
+        return os.environ[HELD_VARIABLE]
+    store, rank, ranks = next(torch.distributed.rendezvous("env://"))
+    _stores.append(store)
+    key = f"check/{ranks}"  # another number of ranks, after a machine is lost, is checked anew
+    signed = done_by_first(store, key, rank == 0, ranks, check)
+    machine = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
+    local, here = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    os.environ.update(done_by_first(store, f"{key}/{machine}", local == 0, here, prepare))
+    return signed
 
 
 def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) -> int:
     """Train in a folder that is this job's, and record how the run ends; return its status."""
-    record = partial(record_state, config.job.dump_folder, signed, began)
+    folder = config.job.dump_folder
+    record = partial(record_state, folder, signed, began)
     trainer: Trainer | None = None
     try:
         trainer = trainer_class(config)
         if os.environ.get("RANK", "0") == "0":
-            trainer.checkpointer.before_save = partial(check_ours, config.job.dump_folder, signed)
-        trainer.before_start = partial(record, RUNNING)
-        trainer.more_summary = partial(sent, config, trainer.parallel_dims.world_size)
+            trainer.checkpointer.before_save = partial(check_ours, folder, signed)
+        trainer.before_start = partial(record, run_state.RUNNING)
         trainer.train()
-        state, why = FINISHED, ""
+        state, why = run_state.FINISHED, ""
         if trainer.stopped_by:
-            state, why = STOPPED, f"{trainer.stopped_by} after step {trainer.step}"
+            state, why = run_state.STOPPED, f"{trainer.stopped_by} after step {trainer.step}"
         record(state, why, step=trainer.step)
     except Exception as error:
         state, why = tell(error)
         step = getattr(error, "step", None) or getattr(trainer, "step", None)
         record(state, why, getattr(error, "rank", None), step)
-    status = EXIT_STATUS[state]
+    status = run_state.EXIT_STATUS[state]
     if trainer is not None:
         trainer.metrics_processor.exit_status = status
         # A run that has failed has told why; what fails in its wake is no news.
@@ -124,13 +135,14 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
 
 def tell(error: Exception) -> tuple[str, str]:
     """Print why this rank fails, and leave it for torchrun's report; return the state and why."""
-    state = REFUSED if isinstance(error, ConfigError) else FAILED
-    state = DIVERGED if isinstance(error, NonFiniteError) else state
-    why = str(error) if isinstance(error, ConfigError) else describe_error(error)
-    if why is None:  # only a bug raises it
+    state = run_state.DIVERGED if isinstance(error, NonFiniteError) else run_state.FAILED
+    why = describe_error(error)
+    if isinstance(error, ConfigError):
+        state, why = run_state.REFUSED, str(error)
+    elif why is None:  # only a bug raises it
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    elif state == FAILED:
+    elif state == run_state.FAILED:
         logging.getLogger(__name__).info(why, exc_info=True)  # its place is in details.log
     why = why.removeprefix("error: ")
     # On every rank: torchrun ends the others as soon as any rank fails.
@@ -141,7 +153,7 @@ def tell(error: Exception) -> tuple[str, str]:
 
 
 def record_state(
-    dump_folder: str,
+    folder: str,
     signed: str,
     began: float,
     state: str,
@@ -149,24 +161,15 @@ def record_state(
     rank: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Record the run's state: rank 0, and of a failure whichever rank has it first.
-
-    Raises:
-        ConfigError: The folder is no longer this run's; not for a failure, which is told already.
-    """
+    """Record the run's state: rank 0, and of a failure whichever rank has it first."""
     here = int(os.environ.get("RANK", "0"))
-    if here == 0 or state in FAILURES:
-        rank = here if state == FAILED and rank is None else rank
-        with suppress(ConfigError) if state in FAILURES else nullcontext():
-            check_ours(dump_folder, signed)
-            write_state(dump_folder, state, error, rank, step, began)
-
-
-def sent(config: Any, ranks: int) -> dict[str, int]:
-    """Return `sent_per_step`; its room is imported at the end of a run, on one rank."""
-    from torchtitan_lr.costs.step_traffic import sent_per_step
-
-    return sent_per_step(config, ranks)
+    fails = state in run_state.FAILURES
+    if here == 0 or fails:
+        rank = here if state == run_state.FAILED and rank is None else rank
+        # A folder that is no longer this run's ends it, unless another error has.
+        with suppress(ConfigError) if fails else nullcontext():
+            check_ours(folder, signed)
+            run_state.write_state(folder, state, error, rank, step, began)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,13 @@ from tests.oracle.flops import layer_flops
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel, Rows
 from torchtitan_lr.parallel.parallelize import apply_compile
 from torchtitan_lr.parallel.plan_parts import TPSettings
-from torchtitan_lr.parallel.plans import apply_tensor_parallel, resolve_settings
+from torchtitan_lr.parallel.plans import PLANS, apply_tensor_parallel, resolve_settings
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 Row: TypeAlias = dict[str, Any]
@@ -173,7 +172,7 @@ def calls_of(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) ->
     cotangent = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        out: torch.Tensor = block(x, torch.view_as_real(model.freqs_cis))[0]
+        out: torch.Tensor = block(x, Rows(torch.view_as_real(model.freqs_cis)))[0]
         return out
 
     def both() -> None:
@@ -219,7 +218,7 @@ def _build(
 def _input(args: LlamaArgs, settings: TPSettings, options: argparse.Namespace) -> torch.Tensor:
     """Return this rank's part of a random stream: (b, s, d/T), (b, s/T, d) or (b, s, d)."""
     s, d, t = options.seq_len, args.dim, options.ranks
-    if FORMULAS[settings.plan].shards_stream:
+    if PLANS[settings.plan].shards_stream:
         d //= t
     elif settings.comm == "sequence":
         s //= t

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.models.linears import Down, LowRankGroup, LowRankLinear, Up, concatenated
-from torchtitan_lr.parallel.btp import UpEdge, norm_numbers, sum_of_squares
+from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
+from torchtitan_lr.models.one_device import Group, OneDevice, use_plan
+from torchtitan_lr.parallel.btp import norm_numbers, sum_of_squares, up_projections
 
 
 class _DeferredDown(torch.autograd.Function):
@@ -45,36 +46,42 @@ class _DeferredDown(torch.autograd.Function):
         return (dx.to(x.dtype), dgamma.to(gamma.dtype), None, *dweights)
 
 
-class DeferredDown(nn.Module):
-    """A of the normalized stream; takes the place of `Down` where there is a norm."""
+class Deferred(OneDevice):
+    """Applies A of the normalized stream so, where there is a norm."""
 
-    def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm
+    def down(
+        self, group: Group, x: Any, linears: Sequence[LowRankLinear], norm: Any
     ) -> list[Tensor]:
         """Return one latent (b, s, r) per linear of the stream x (b, s, d)."""
+        if norm is None:
+            return super().down(group, x, linears, norm)
         gamma, _, eps = norm_numbers(norm)
         weights = [linear.A.weight for linear in linears]
         y: Tensor = _DeferredDown.apply(x, gamma, eps, *weights)
         return list(y.split([weight.shape[0] for weight in weights], dim=-1))
 
 
+class Grouped(Deferred):
+    """Lets linears of equal shape share one product of B too, where there is a norm."""
+
+    def __init__(self, alone: Ranks) -> None:
+        self.alone = alone  # this rank, in a group without others
+
+    def up(
+        self, group: Group, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]
+    ) -> list[Tensor]:
+        """Return one output B σ(h) (b, s, d_out) per linear."""
+        if not group.opens:
+            return super().up(group, latents, linears)
+        weights = [linear.B.weight for linear in linears]
+        return up_projections(activated(latents, group.use_silu), weights, self.alone)
+
+
 def defer_norms(block: nn.Module) -> None:
     """Defer the norms of a block of one device, in place."""
-    for name in ("attention.qkv", "feed_forward.gate_up"):
-        group = block.get_submodule(name)
-        assert isinstance(group, LowRankGroup) and isinstance(group.down, Down)
-        group.down = DeferredDown()
+    use_plan(block, Deferred())
 
 
 def group_products(block: nn.Module, alone: Ranks) -> None:
-    """Defer the norms, and let linears of equal shape share one product of B, in place.
-
-    Args:
-        block: The block.
-        alone: This rank, in a group without others.
-    """
-    defer_norms(block)
-    for name in ("attention.qkv", "feed_forward.gate_up"):
-        group = block.get_submodule(name)
-        assert isinstance(group, LowRankGroup) and isinstance(group.up, Up)
-        group.up = UpEdge(alone)
+    """Defer the norms, and let linears of equal shape share one product of B, in place."""
+    use_plan(block, Grouped(alone))

@@ -61,9 +61,8 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.compat.fake import fake_process_group
-from torchtitan_lr.compression.codecs import complete
-from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
+from torchtitan_lr.compression.compressor import Compressor
+from torchtitan_lr.compression.settings import CODECS, LEVELS
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
@@ -71,7 +70,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.llama import Attend, LlamaModel, build_freqs_cis
+from torchtitan_lr.models.llama import Attend, LlamaModel, Rows, build_freqs_cis
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
@@ -355,9 +354,9 @@ def codec(device: str, small: bool) -> Iterator[Row]:
     c, theta = LEVELS["10x"]
     try:
         for name in ("sketch", "sparse"):
-            sizes = CodecSizes(name, c, theta)
-            compressor = Compressor(name, sizes, [Span(entries, True)], group, torch.device(device))
-            call = partial(lambda box: complete(box.exchange_rows(gradient.clone())), compressor)
+            kind, spans = CODECS[name](1, c, theta), [(entries, True)]
+            compressor = Compressor(name, kind, spans, group, torch.device(device))
+            call = partial(lambda box: box.exchange_rows(gradient.clone()), compressor)
             milliseconds = median_ms(call, device, 3 if small else 10)
             yield {"codec": name, "megabytes": 4e-6 * entries, "ms": milliseconds}
     finally:
@@ -497,7 +496,7 @@ def _block_pass(
     """Return a block's output and the gradient of its input; those of its weights are computed."""
     block.zero_grad()
     x = x.detach().requires_grad_()
-    out, _ = block(x, table)
+    out, _ = block(x, Rows(table))
     out.backward(upstream)
     assert x.grad is not None
     return out.detach(), x.grad
@@ -553,10 +552,10 @@ def _attention_ms(
         for width in widths
     )
 
-    upstream = torch.randn_like(attention(q, k, v, table))
+    upstream = torch.randn_like(attention(q, k, v, Rows(table)))
 
     def both() -> None:
-        torch.autograd.grad(attention(q, k, v, table), (q, k, v), upstream)
+        torch.autograd.grad(attention(q, k, v, Rows(table)), (q, k, v), upstream)
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -626,7 +625,7 @@ def _attend_both(
     attention: nn.Module, table: torch.Tensor, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     q, k, v, upstream = inputs
-    return torch.autograd.grad(attention(q, k, v, table), (q, k, v), upstream)
+    return torch.autograd.grad(attention(q, k, v, Rows(table)), (q, k, v), upstream)
 
 
 def _chunk_inputs(

@@ -20,6 +20,7 @@ import json
 import os
 import pickle
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,7 +58,7 @@ def launcher(seconds: float) -> dict[str, float]:
 
     processes = sum(path.name.isdecimal() for path in Path("/proc").iterdir())
     opened = counted_files()
-    environment = Environment(4, 1, "0", "", "timeit")
+    environment = Environment(4, 1, "0", "")
     sleep = ["timeit", "-n1", "-r1", f"__import__('time').sleep({seconds})"]
     with tempfile.TemporaryDirectory() as folder:
         usage, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
@@ -82,7 +83,7 @@ def check(ranks: int, arguments: list[str]) -> dict[str, float]:
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.data.prepare import prepare_for_ranks
-    from torchtitan_lr.launch.rendezvous import LOOPBACK, loopback_store
+    from torchtitan_lr.launch.ranks import LOOPBACK, served_store
 
     with tempfile.TemporaryDirectory() as folder:
         config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])
@@ -93,7 +94,7 @@ def check(ranks: int, arguments: list[str]) -> dict[str, float]:
         variables = prepare_for_ranks(config)
         check = time.perf_counter() - begin
     files = len([name for name in opened if not name.endswith((".py", ".pyc"))])
-    store = loopback_store()
+    store = served_store(socket.create_server((LOOPBACK, 0)))
     store.set("check", json.dumps(variables))
     begin = time.perf_counter()
     for _ in range(ranks - 1):

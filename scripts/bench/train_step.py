@@ -46,16 +46,13 @@ from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.device import peak_flops
+from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.trainer import Trainer
 
 Row = dict[str, Any]
 
 WARM_UP = 4
 """Steps before a timed one: the compilation, and the capture in the third."""
-
-
-STEP_PARTS = ("take", "backward", "finish_sums", "read_ahead", "decide", "clip", "apply", "settle")
-"""The methods of `Step` whose time on the host is measured."""
 
 
 class Rank:
@@ -99,16 +96,15 @@ class Rank:
         self.batches = self._random(batch)
         self.losses: list[float] = []
         self.eager = False
-        backward = self.trainer.running_step.backward
         self.host: dict[str, list[float]] = defaultdict(list)
-        patch.setattr(
-            self.trainer.running_step,
-            "backward",
-            lambda run, eager: backward(run, eager=eager or self.eager),
-        )
-        for part in STEP_PARTS:
-            timed = partial(self._timed, part, getattr(self.trainer.running_step, part))
-            patch.setattr(self.trainer.running_step, part, timed)
+        trainer, backward = self.trainer, self.trainer.backward
+        patch.setattr(trainer, "backward", lambda data, eager: backward(data, eager or self.eager))
+        owners: dict[str, Any] = {"take": trainer, "backward": trainer}
+        owners |= {"finish_sums": trainer.gradients, "read_next": trainer.reader}
+        owners |= {"decide": trainer_module, "clip": trainer.gradients}
+        owners |= {"apply": trainer, "settle": trainer}
+        for part, owner in owners.items():
+            patch.setattr(owner, part, partial(self._timed, part, getattr(owner, part)))
 
     def _random(self, batch: int) -> Iterator[Batch]:
         vocabulary = self.trainer.model_args.vocab_size
@@ -140,7 +136,7 @@ class Rank:
         losses = []
         for _ in range(steps):
             self.run(1)
-            losses.append(self.trainer.running_step.loss.item())
+            losses.append(self.trainer.loss.item())
         return losses
 
     def _wait(self) -> None:

@@ -27,10 +27,10 @@ from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.experiments.experiment import read_experiment
+from torchtitan_lr.experiments.plan import Plan
+from torchtitan_lr.experiments.sweep import POINT_FILE, Point, settings_of
 from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
-from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.plan import Plan
-from torchtitan_lr.scaling.sweep import POINT_FILE, Point, settings_of
 
 FOLDER = Path(__file__).parent / "experiments"
 

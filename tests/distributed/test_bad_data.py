@@ -1,10 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Data that cannot be read: the run saves, stops on every rank, and goes on once it is mended."""
 
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
+from threading import Timer
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +17,9 @@ from tests.distributed.training import train
 from tests.support import parity_runs
 from tests.support.corpora import write_corpus
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.checkpoints.saving import verified
+from torchtitan_lr.data import dataloader
+from torchtitan_lr.data.corpus import Batch, Corpus
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.trainer import Trainer
 
@@ -49,6 +55,31 @@ def train_and_lose(corpus: str, dump_folder: str, shard: str) -> dict[str, Any]:
     return parity_runs.train(arguments, dump_folder, build=build)
 
 
+def train_and_hang(corpus: str, dump_folder: str, pipe: str) -> dict[str, Any]:
+    """Train; a read of rank 1 for step 5 never returns, and then the rank gets a signal."""
+
+    def build(config: JobConfig) -> Trainer:
+        trainer = Trainer(config)
+        rows = trainer.dataloader.dataset
+        read = rows.__getitems__
+
+        def stuck(numbers: list[int]) -> Batch:
+            if dist.get_rank() == 1 and numbers[0] >= 4 * 4:
+                Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                open(pipe).close()  # nobody writes into it
+            return read(numbers)
+
+        rows.__getitems__ = stuck  # type: ignore[assignment, method-assign]
+        return trainer
+
+    arguments = [*TP2_DP2, f"--training.dataset_path={corpus}"]
+    with patch.object(dataloader, "LAST_READ_SECONDS", 0.1):
+        run = parity_runs.train(arguments, dump_folder, build=build)
+    if dist.get_rank() == 1:
+        open(pipe, "w").close()  # the rank is used again
+    return run
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards; a global batch has 4 rows of 17 tokens."""
@@ -73,6 +104,17 @@ def test_a_shard_that_is_gone_saves_and_stops_and_the_mended_corpus_goes_on(
     resumed = four_ranks.run(train_on, str(corpus), dump)[0]
     whole = four_ranks.run(train_on, str(corpus), "")[0]
     assert resumed["losses"] == whole["losses"]
+
+
+def test_a_read_that_never_returns_does_not_keep_a_run_from_its_stop(
+    four_ranks: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    """The first signal saves and ends it: the data of the next step are not needed."""
+    os.mkfifo(tmp_path / "pipe")
+    dump = tmp_path / "dump"
+    runs = four_ranks.run(train_and_hang, str(corpus), str(dump), str(tmp_path / "pipe"))
+    assert {run["step"] for run in runs} == {4}
+    assert verified(dump / "checkpoint/step-4").finite
 
 
 def train_on_own(corpora: list[str]) -> dict[str, Any]:

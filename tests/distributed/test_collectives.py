@@ -15,7 +15,7 @@ from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.process_groups import second_group, set_timeouts
-from torchtitan_lr.parallel import edge
+from torchtitan_lr.parallel import paired
 
 SHAPE = (4, 8, 4)
 
@@ -55,7 +55,7 @@ def derivative_error(name: str, dim: int, size: int, dtype: torch.dtype) -> floa
     )
     gradient = sum(expected) if replicated else expected[ranks.rank]
 
-    function = getattr(edge, name)
+    function = getattr(paired, name)
     if name not in ("copy_to_ranks", "reduce_from_ranks"):
         function = partial(function, dim=dim)
     # A transposed input: nothing may rely on contiguity.

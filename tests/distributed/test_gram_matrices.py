@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.distributed.training import train
-from tests.support.parity_runs import LAYOUTS, largest_difference, model
+from tests.support.parity_runs import degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
 
 BF16_UNIT = 2**-7
@@ -22,7 +22,7 @@ def test_bf16_parameters_are_rounded_as_in_one_process(
     """
     arguments = [*model("cola"), "--optimizer.name=LoRAMuon", "--optimizer.lr=1e-2"]
     arguments += ["--optimizer.adamw_lr=1e-3", "--training.dtype=bfloat16", "--training.steps=3"]
-    run = four_ranks.run(train, [*arguments, *LAYOUTS["fsdp2_tp2"][1]])[0]
+    run = four_ranks.run(train, [*arguments, *degrees(tensor=2, local_batch=4)])[0]
     alone = reference(*arguments)
     assert largest_difference(run, alone) <= BF16_UNIT
     differ = [(run["parameters"][n] != w).ravel() for n, w in alone["parameters"].items()]

@@ -15,7 +15,7 @@ from tests.support.parity_cases import relative, tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks, all_gather, own_slice
 from torchtitan_lr.parallel.btp import Reduction, online_down, sync_norm
-from torchtitan_lr.parallel.edge import gather_from_ranks, reduce_from_ranks, scatter_to_ranks
+from torchtitan_lr.parallel.paired import gather_from_ranks, reduce_from_ranks, scatter_to_ranks
 
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)
@@ -23,21 +23,21 @@ RANKS_OF_LATENTS = (3, 5)
 FORMS = [(grouped, sequence) for grouped in (True, False) for sequence in (True, False)]
 
 
-def inputs(kind: str, dim: int = DIM) -> tuple[Tensor, Tensor, list[Tensor], float]:
+def inputs(kind: str) -> tuple[Tensor, Tensor, list[Tensor], float]:
     """The whole x, γ and A's, equal on every rank, and ε."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    x, gamma, eps = draw(BATCH, SEQUENCE, dim), 1 + 0.5 * draw(dim), 1e-6
+    x, gamma, eps = draw(BATCH, SEQUENCE, DIM), 1 + 0.5 * draw(DIM), 1e-6
     if kind == "tiny":
         x, eps = 1e-4 * x, 1e-2
     if kind == "unequal":
-        x = x * torch.logspace(-3, 3, 4, dtype=x.dtype).repeat_interleave(dim // 4)
+        x = x * torch.logspace(-3, 3, 4, dtype=x.dtype).repeat_interleave(DIM // 4)
     if kind == "zero":
         x[0, 1:3] = 0.0
-    return x, gamma, [draw(r, dim) for r in RANKS_OF_LATENTS], eps
+    return x, gamma, [draw(r, DIM) for r in RANKS_OF_LATENTS], eps
 
 
 def shard(x: Tensor, ranks: Ranks) -> Tensor:
@@ -63,27 +63,16 @@ def sync(x: Tensor, gamma: Tensor, weights: list[Tensor], eps: float, ranks: Ran
     return [reduce_from_ranks(F.linear(normed, shard(w, ranks)), ranks) for w in weights]
 
 
-def plain(x: Tensor, gamma: Tensor, weights: list[Tensor], eps: float) -> list[Tensor]:
-    normed = F.rms_norm(x, (x.shape[-1],), gamma, eps)
-    return [F.linear(normed, weight) for weight in weights]
-
-
-def leaves(
-    kind: str, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, list[Tensor], float]:
-    x, gamma, weights, eps = inputs(kind)
-    x, gamma, *weights = (t.to(dtype).requires_grad_() for t in (x, gamma, *weights))
-    return x, gamma, weights, eps
-
-
 def errors_against_plain(kind: str, form: Any) -> list[float]:
     """Relative errors of latents and gradients, `form` None for the sync norm; on a rank."""
     ranks = Ranks.of(tp_mesh(4))
     runs = []
     for distributed in (False, True):
-        x, gamma, weights, eps = leaves(kind)
+        x, gamma, weights, eps = inputs(kind)
+        x, gamma, *weights = (t.requires_grad_() for t in (x, gamma, *weights))
         if not distributed:
-            out = plain(x, gamma, weights, eps)
+            normed = F.rms_norm(x, (x.shape[-1],), gamma, eps)
+            out = [F.linear(normed, weight) for weight in weights]
         elif form is None:
             out = sync(x, gamma, weights, eps, ranks)
         else:

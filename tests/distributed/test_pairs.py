@@ -73,4 +73,7 @@ def test_ranks_equal_one_process(
     records = read_history(Path(runs[0]["dump_folder"]) / HISTORY_FILE)
     assert [record["label_tokens"] for record in records] == totals
     assert any(own == 0 < total for run in counts for own, total in run)
+    # The largest mean of a rank with labels.
+    for record in records:
+        assert record["loss_metrics/global_max_loss"] > record["loss_metrics/global_avg_loss"]
     assert largest_difference(runs[0], reference) < EXACT

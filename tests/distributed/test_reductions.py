@@ -1,14 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What is summed over ranks: in which precision, how often, and to which norm."""
-
-from typing import Any
+"""In which precision and how often gradients are summed over ranks; norms are in `test_layout`."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.reference.rms_norm import half_units
 from tests.support.nightly import nightly
@@ -20,10 +16,9 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.lanes import share_channels
-from torchtitan_lr.numerics import joint_norm
-from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
-from torchtitan_lr.parallel.edge import gather_and_copy_to_ranks
+from torchtitan_lr.parallel.megatron import gather_and_sum_wide
+from torchtitan_lr.parallel.paired import gather_and_copy_to_ranks
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
 
@@ -64,69 +59,56 @@ def shard(model: nn.Module, dtype: str, wire: str, replicas: int) -> ParallelDim
     return dims
 
 
-def train_sharded(dtype: str, replicas: int, wire: str) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Accumulate three micro-batches on 4 ranks as the trainer does; the rows of the ledger."""
+def reduction(
+    dtype: str, replicas: int, wire: str = "float32"
+) -> tuple[set[str], dict[tuple[str, str], int], float, float, float]:
+    """What 4 ranks send for three micro-batches, as the trainer does, and three errors; on a rank.
+
+    Sent are dtypes of gathers, and calls of sums by operation and dtype. Two are relative rms
+    errors of all gradients against fp64: of what the layout summed over ranks and micro-batches,
+    and of the exact sum rounded to bf16 once. The third is the largest error of an entry, over
+    `HALF_UNIT` times the sum of its terms' magnitudes.
+    """
     model = build_tiny("cola")
     dims = shard(model, dtype, wire, replicas)
     names = [name for name in ("dp_replicate", "fsdp") if dims.get_optional_mesh(name)]
-    ledger = CommLedger([model], {name: dims.get_mesh(name).get_group() for name in names})
-    with ledger:
+    with CommLedger([model], {name: dims.get_mesh(name).get_group() for name in names}) as ledger:
         for micro in range(MICROBATCHES):
             synchronize_gradients([model], micro == MICROBATCHES - 1)
             backward(model, micro, dist.get_rank())
-    return model, ledger.rows()
-
-
-def reduction(
-    dtype: str, replicas: int, wire: str = "float32"
-) -> tuple[list[tuple[Any, ...]], float, float, float]:
-    """Calls by operation, mesh dimension and dtype, and three errors against fp64; on a rank.
-
-    Two are relative rms errors of all gradients: of what the layout summed over ranks and
-    micro-batches, and of the exact sum rounded to bf16 once. The third is the largest error of an
-    entry, over `HALF_UNIT` times the sum of its terms' magnitudes.
-    """
-    model, rows = train_sharded(dtype, replicas, wire)
-    calls: dict[tuple[str, str, str], int] = {}
-    for row in rows:
-        key = row["op"], row["mesh_dim"], row["dtype"]
-        calls[key] = calls.get(key, 0) + row["calls"]
+    gathers = {row["dtype"] for row in ledger.rows() if row["op"] == "all_gather"}
+    sums: dict[tuple[str, str], int] = {}
+    for row in ledger.rows():
+        if row["op"] != "all_gather":
+            key = row["op"], row["dtype"]
+            sums[key] = sums.get(key, 0) + row["calls"]
     parts = local_gradients(getattr(torch, dtype))
     found, exact, magnitudes = [], [], []
     for name, parameter in model.named_parameters():
-        total = torch.stack([part[name].double() for part in parts]).sum(0)
+        terms = torch.stack([part[name].double() for part in parts])
+        total, size = terms.sum(0), terms.abs().sum(0)
         dist.all_reduce(total)
-        exact.append(total.flatten())
-        size = torch.stack([part[name].double().abs() for part in parts]).sum(0)
         dist.all_reduce(size)
+        exact.append(total.flatten())
         magnitudes.append(size.flatten())
         found.append(parameter.grad.full_tensor().double().flatten())
-    whole = torch.cat(exact)
-    errors = [
-        float((other - whole).norm() / whole.norm())
-        for other in (torch.cat(found), whole.bfloat16().double())
-    ]
-    differences, sizes = (torch.cat(found) - whole).abs(), torch.cat(magnitudes)
-    units = differences / (HALF_UNIT * sizes).clamp(min=1e-30)
-    return sorted((*key, n) for key, n in calls.items()), *errors, float(units.max())
+    whole, ours = torch.cat(exact), torch.cat(found)
+    errors = [float((x - whole).norm() / whole.norm()) for x in (ours, whole.bfloat16().double())]
+    units = (ours - whole).abs() / (HALF_UNIT * torch.cat(magnitudes)).clamp(min=1e-30)
+    return gathers, sums, *errors, float(units.max())
 
 
-def test_compute_in_bf16_reduces_in_fp32(four_ranks: RankPool) -> None:
-    """The sums over ranks and micro-batches of bf16 gradients are those of fp64, up to fp32."""
-    for calls, error, rounded, _ in four_ranks.run(reduction, "bfloat16", 1):
+@pytest.mark.parametrize(("dtype", "replicas"), [("bfloat16", 1), ("float32", 2)])
+def test_sums_are_in_fp32_and_of_replicas_once(
+    dtype: str, replicas: int, four_ranks: RankPool
+) -> None:
+    """The sums over ranks and micro-batches are those of fp64, up to fp32."""
+    expected = {("reduce_scatter", "float32"): UNITS * MICROBATCHES}
+    if replicas > 1:
+        expected["all_reduce", "float32"] = UNITS  # after the last micro-batch
+    for gathers, sums, error, rounded, _ in four_ranks.run(reduction, dtype, replicas):
+        assert (gathers, sums) == ({dtype}, expected)
         assert error <= rounded / 100  # one rounding of the sum to bf16 would be too much
-        dtypes = {(op, dtype) for op, _, dtype, _ in calls}
-        assert dtypes == {("all_gather", "bfloat16"), ("reduce_scatter", "float32")}
-
-
-def test_replicas_are_summed_after_the_last_micro_batch_only(four_ranks: RankPool) -> None:
-    for calls, error, rounded, _ in four_ranks.run(reduction, "float32", 2):
-        sums = [call for call in calls if call[0] != "all_gather"]
-        assert sums == [
-            ("all_reduce", "dp_replicate", "float32", UNITS),
-            ("reduce_scatter", "fsdp", "float32", UNITS * MICROBATCHES),
-        ]
-        assert error <= rounded / 100
 
 
 @pytest.mark.parametrize(
@@ -141,19 +123,17 @@ def test_bf16_on_the_wire_rounds_once_per_term_and_sum(
     """
     shards = 4 // replicas
     most = (shards if shards > 1 else 0) + (replicas if replicas > 1 else 0)
-    for calls, error, rounded, units in four_ranks.run(reduction, dtype, replicas, "bfloat16"):
-        sums = [call for call in calls if call[0] != "all_gather"]
-        assert {call[2] for call in sums} == {"bfloat16"}
+    for _, sums, error, rounded, units in four_ranks.run(reduction, dtype, replicas, "bfloat16"):
         # The same calls as in fp32: a reduce-scatter per micro-batch, an all-reduce per step.
-        assert [call[3] for call in sums if call[0] == "all_reduce"] == [UNITS] * (replicas > 1)
-        assert [call[3] for call in sums if call[0] == "reduce_scatter"] == [
-            UNITS * MICROBATCHES
-        ] * (shards > 1)
+        expected = {("all_reduce", "bfloat16"): UNITS} if replicas > 1 else {}
+        if shards > 1:
+            expected["reduce_scatter", "bfloat16"] = UNITS * MICROBATCHES
+        assert sums == expected
         # fp32's sums and second orders of bf16's are within 2%.
         assert 0.2 < units <= 1.02 * most
         assert error > rounded / 3
     # The control: in fp32 there is no such rounding.
-    assert four_ranks.run(reduction, dtype, replicas)[0][3] < 0.01
+    assert four_ranks.run(reduction, dtype, replicas)[0][-1] < 0.01
 
 
 class Counted(nn.Module):
@@ -209,7 +189,7 @@ def lane_sums(wide: bool) -> tuple[float, float]:
     assert torch.equal(x.grad[..., 48:], terms[ranks.rank][..., 48:])
     shared = half_units(x.grad[..., :48], exact[..., :48])
     own = torch.zeros(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-    gathered = gather_and_copy_to_ranks(own, ranks, wide_sums=wide)
+    gathered = (gather_and_sum_wide if wide else gather_and_copy_to_ranks)(own, ranks)
     gathered.backward(terms[ranks.rank].squeeze(2))
     assert own.grad is not None
     return shared, half_units(own.grad, exact.squeeze(2).chunk(4, -1)[ranks.rank])
@@ -222,41 +202,3 @@ def test_lanes_gradients_are_summed_in_fp32_if_asked(wide: bool, four_ranks: Ran
         for error in errors:
             # What fp32 loses of four terms counts 2⁻¹⁴ of bf16's half unit, more by cancellation.
             assert error <= 1.01 if wide else error > 3
-
-
-def stage_norms() -> dict[str, float]:
-    """The norm over four stages, and over two of two shards each; on a rank."""
-    rank, found = dist.get_rank(), {}
-    stage = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))])
-    for parameter, value in zip(stage, (1.0, 2.0), strict=True):
-        parameter.grad = torch.full_like(parameter, value * (rank + 1))
-    pipeline = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    found["stages"] = summed(stage, pipeline)
-    found["alone"] = joint_norm(p.grad for p in stage if p.grad is not None).item()
-    found["copies"] = summed(stage)
-
-    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
-    linear = nn.Linear(6, 5, bias=False)
-    nn.init.ones_(linear.weight)
-    fully_shard(linear, mesh=meshes["fsdp"])
-    weight = linear.weight * (1 + meshes["pp"].get_local_rank())
-    linear.weight.grad = weight.detach()
-    found["sharded stages"] = summed(linear, meshes["pp"])
-    return found
-
-
-def summed(module: nn.Module, pipeline: DeviceMesh | None = None) -> float:
-    """The root of all ranks' shares."""
-    total = StoredGradients([module], pipeline).finish_sums()
-    dist.all_reduce(total)
-    return total.sqrt().item()
-
-
-def test_the_norm_is_the_root_of_the_stages_squares(four_ranks: RankPool) -> None:
-    """By hand: stage i has 3·i² + 4·(2i)² = 19·i², or 30 entries of 1 or 2."""
-    for rank, norms in enumerate(four_ranks.run(stage_norms)):
-        assert norms["stages"] == pytest.approx((19 * (1 + 4 + 9 + 16)) ** 0.5, rel=1e-14)
-        # As if the ranks held copies of one stage, the mean of their squares.
-        assert norms["copies"] == pytest.approx((19 * (1 + 4 + 9 + 16) / 4) ** 0.5, rel=1e-14)
-        assert norms["alone"] == pytest.approx(19**0.5 * (rank + 1), rel=1e-14)
-        assert norms["sharded stages"] == pytest.approx((30 * (1 + 4)) ** 0.5, rel=1e-14)

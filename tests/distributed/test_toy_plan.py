@@ -36,9 +36,8 @@ def with_toys(function: Callable[..., Any], *args: Any) -> Any:
 def trained_and_counted(arguments: list[str]) -> dict[str, Any]:
     """Train; add what the last step sent otherwise than the formulas say."""
     from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.costs.comparison import compare, differences
     from torchtitan_lr.costs.described_run import read_run
-    from torchtitan_lr.costs.step_traffic import step_traffic
+    from torchtitan_lr.costs.step_traffic import compare, differences, step_traffic
 
     run = train([*arguments, "--metrics.comm_ledger"])
     config = build_job_config([*TINY, *arguments])

@@ -122,23 +122,21 @@ def _trainer_with(fault: str, config: Any) -> Any:
     guilty = dist.get_rank() == min(1, dist.get_world_size() - 1)
 
     class FaultyTrainer(Trainer):
-        def forward_backward_step(self, **kwargs: Any) -> Any:
+        def one_pass(self, **kwargs: Any) -> Any:
             if not guilty or str(self.step) != at:
-                return super().forward_backward_step(**kwargs)
+                return super().one_pass(**kwargs)
             if kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
-                return super().forward_backward_step(**kwargs)
+                return super().one_pass(**kwargs)
             blocks = list(self.model_parts[-1].get_submodule("layers").children())
-            first, block, handle = blocks[0], blocks[-1], None
+            handle = None
             if kind == "nan_block":
-                handle = first.register_forward_hook(_spoil, prepend=True)
-            if kind == "nan_gradient":
-                handle = block.register_forward_hook(_spoil_gradient)
-            loss = super().forward_backward_step(**kwargs)
+                handle = blocks[0].register_forward_hook(_spoil, prepend=True)
+            loss = super().one_pass(**kwargs)
             if handle is not None:
                 handle.remove()
             if kind == "nan_sum":
-                gradient = block.get_parameter("ffn_norm.weight").grad
+                gradient = blocks[-1].get_parameter("ffn_norm.weight").grad
                 local_part(gradient).fill_(float("nan"))
             return loss * float("nan") if kind == "nan" else loss
 

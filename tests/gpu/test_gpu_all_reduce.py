@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.sizes import CodecSizes, kept_entries
+from torchtitan_lr.compression.codecs import SparseCodec, kept_entries
+from torchtitan_lr.compression.compressor import Compressor
 
 SIZE = 2**22
 CYCLES = 2**33
@@ -20,10 +20,10 @@ CYCLES = 2**33
 def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
     compressed: bool, one_rank: Ranks
 ) -> None:
-    group, codec = dist.group.WORLD, CodecSizes("sparse", 1, 0.9)
+    group, codec = dist.group.WORLD, SparseCodec(1, theta=0.9)
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
-    spans = [Span(SIZE, compressed)]
+    spans = [(SIZE, compressed)]
     # The first call of a process compiles, and the first use of a kernel loads it, for which CUDA
     # may wait for all streams: every kernel used below has run before the stream is busy.
     warm = Compressor("warm", codec, spans, group, device, all_reduce=True).all_reduce

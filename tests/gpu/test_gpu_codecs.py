@@ -7,7 +7,6 @@ are exact in fp32. Magnitudes of a row differ, so that the largest ones are the 
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +14,14 @@ import torch
 from torch import Tensor
 
 from tests.support.codecs import exchange_in_process
-from torchtitan_lr.compression.codecs import (
+from torchtitan_lr.compression import sketch
+from torchtitan_lr.compression.codecs import SparseCodec, failure_block, kept_entries, left_over
+from torchtitan_lr.compression.sketch import (
+    HASH_ROWS,
     SketchCodec,
-    SparseCodec,
     cells_and_signs,
     insert,
-    left_over,
     peel,
-    peel_remaining,
-)
-from torchtitan_lr.compression.sizes import (
-    HASH_ROWS,
-    failure_block,
-    kept_entries,
     sketch_row,
     smallest_theta,
 )
@@ -94,7 +88,7 @@ def test_hashes(device: torch.device) -> None:
 def test_sparse(device: torch.device) -> None:
     x, theta = rows(), 0.9
     mask = kept(x, theta)
-    codec = SparseCodec(theta)
+    codec = SparseCodec(W, theta=theta)
     messages = [codec.encode(torch.from_numpy(own.copy()).to(device), SEED) for own in x]
     for message, own, chosen in zip(messages, x, mask, strict=True):
         assert same(message.swapped["index"], packed(chosen))
@@ -163,10 +157,13 @@ def stuck_blocks(unknown: np.ndarray, block: int) -> np.ndarray:
     return blocks
 
 
-@pytest.mark.parametrize("solve", [peel_remaining, peel])
+@pytest.mark.parametrize("hosts", [("cpu", "cuda"), ()])
 @pytest.mark.parametrize("theta", [THETA, TOO_DENSE])
-def test_peeling_loops(theta: float, solve: Any, device: torch.device) -> None:
+def test_peeling_loops(
+    theta: float, hosts: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both loops run on both devices; they read off the same entries."""
+    monkeypatch.setattr(sketch, "HOSTS", hosts)
     entries = np.sort(np.random.default_rng(1).choice(M, kept_entries(M, theta), replace=False))
     values = (np.arange(len(entries)) + 1).astype(np.float32)
     unknown = torch.from_numpy(entries).to(device)
@@ -174,7 +171,7 @@ def test_peeling_loops(theta: float, solve: Any, device: torch.device) -> None:
         unknown[None], torch.from_numpy(values).to(device)[None], sketch_row(M, C), SEED
     )
     filled = torch.nn.functional.pad(unknown, (0, 5), value=M)
-    found, stuck = solve(content[0], filled, M, SEED, 24)
+    found, stuck = peel(content[0], filled, M, SEED, 24)
     marked = np.zeros(M, bool)
     marked[entries] = True
     expected = stuck_blocks(marked, 1)[entries]

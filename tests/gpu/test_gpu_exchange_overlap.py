@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.support.units import backward
-from torchtitan_lr.compression.codecs import Resumable, complete
-from torchtitan_lr.compression.exchange_overlap import ExchangeOverlap
+from torchtitan_lr.compression.compressor import ExchangeStream
 
 CYCLES = 2**31
 """A second or so of a busy stream."""
@@ -18,17 +17,16 @@ CYCLES = 2**31
 @pytest.mark.parametrize("may_wait", [True, False])
 def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    queue = ExchangeOverlap(device)
+    queue = ExchangeStream(device)
     gradients, sums = torch.ones(2**20, device=device), torch.zeros(2**20, device=device)
     passed = torch.cuda.Event()
 
-    def steps() -> Resumable[None]:
+    def exchange() -> None:
         torch.cuda._sleep(CYCLES)
-        yield []
         sums.copy_(2 * gradients)
 
     def unit() -> None:
-        queue.run(steps(), complete, [sums, gradients], may_wait)
+        queue.run(exchange, [sums, gradients], may_wait)
 
     torch.cuda.synchronize()
     finished: list[bool] = []
@@ -50,6 +48,6 @@ def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
     assert torch.equal(copied, torch.full_like(copied, 2.0))
 
 
-def _is_busy(queue: ExchangeOverlap) -> bool:
+def _is_busy(queue: ExchangeStream) -> bool:
     """Return whether the last exchange still runs."""
     return not queue._ended.query()

@@ -24,7 +24,7 @@ from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
 from torchtitan_lr.models.linears import Gated, down_products, gated_linear
-from torchtitan_lr.parallel import edge
+from torchtitan_lr.parallel import paired
 from torchtitan_lr.parallel.btp import (
     Reduction,
     down_projections,
@@ -33,7 +33,7 @@ from torchtitan_lr.parallel.btp import (
     up_projections,
 )
 from torchtitan_lr.parallel.context import gather_row
-from torchtitan_lr.parallel.megatron import column_parallel
+from torchtitan_lr.parallel.megatron import column_parallel, gather_and_sum_wide
 
 B, S, D, R, G = 2, 6, 24, 8, 2
 EPS = 1e-5
@@ -134,25 +134,20 @@ def losses() -> Iterator[Case]:
 
 
 def exchanges() -> Iterator[Case]:
-    for call in (edge.copy_to_ranks, edge.reduce_from_ranks):
-        yield Case(_function(call), lambda ranks, x, f=call: f(x, ranks), torch.clone, ((B, S, D),))
-    for call in (
-        edge.gather_from_ranks,
-        edge.scatter_to_ranks,
-        edge.gather_and_copy_to_ranks,
-        edge.reduce_scatter_to_ranks,
+    for name, call in (
+        ("CopyToRanks", paired.copy_to_ranks),
+        ("ReduceFromRanks", paired.reduce_from_ranks),
+        ("GatherFromRanks", paired.gather_from_ranks),
+        ("ScatterToRanks", paired.scatter_to_ranks),
+        ("GatherAndCopyToRanks", paired.gather_and_copy_to_ranks),
+        ("ReduceScatterToRanks", paired.reduce_scatter_to_ranks),
     ):
         for dim in (TOKENS, FEATURES):
             ours = lambda ranks, x, f=call, dim=dim: f(x, ranks, dim)  # noqa: E731
-            yield Case(_function(call), ours, torch.clone, ((B, S, D),), f"dim{dim}")
+            yield Case(name, ours, torch.clone, ((B, S, D),), f"dim{dim}")
     yield Case("GatherRow", lambda ranks, x: gather_row(x, ranks), torch.clone, ((B, S, D),))
-    wide = lambda ranks, x: edge.gather_and_copy_to_ranks(x, ranks, wide_sums=True)  # noqa: E731
-    yield Case("GatherAndCopyToRanks", wide, torch.clone, ((B, S, D),), "wide")
-
-
-def _function(call: Callable[..., Any]) -> str:
-    """The Function that a call applies: ``CopyToRanks`` of ``copy_to_ranks``."""
-    return call.__name__.title().replace("_", "")
+    wide = lambda ranks, x: gather_and_sum_wide(x, ranks)  # noqa: E731
+    yield Case("GatherAndSumWide", wide, torch.clone, ((B, S, D),), "wide")
 
 
 def cases() -> Iterator[Case]:
@@ -227,8 +222,9 @@ def test_every_function_has_a_case() -> None:
     # An estimate's Function has no values.
     paths = [path for path in package.rglob("*.py") if package / "costs" not in path.parents]
     source = [path.read_text() for path in paths]
-    pattern = re.compile(r"^class (\w+)\((?:torch\.)?autograd\.Function\)", re.MULTILINE)
-    functions = {name for text in source for name in pattern.findall(text)}
+    written = re.compile(r"^class (\w+)\((?:torch\.)?autograd\.Function\)", re.MULTILINE)
+    made = re.compile(r"= paired\(\"(\w+)\"")
+    functions = {name for text in source for p in (written, made) for name in p.findall(text)}
     assert len(functions) >= 10
     assert functions == {case.function for case in CASES}
 

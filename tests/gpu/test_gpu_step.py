@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.training import step as step_module
+from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.trainer import Batch, Trainer
 
 MAX_NORM = 0.1
@@ -50,14 +50,14 @@ def by_trainer(
 ) -> dict[str, Tensor]:
     found = {}
 
-    class Remembered(step_module.Verdict):
-        @classmethod
-        def all_reduced(cls, loss: Tensor, *others: Any) -> step_module.Verdict:
-            verdict = super().all_reduced(loss, *others)
-            found.update(loss=loss.cpu(), norm=verdict.norm.cpu())
-            return verdict
+    decide = trainer_module.decide
 
-    monkeypatch.setattr(step_module, "Verdict", Remembered)
+    def remembered(loss: Tensor, *others: Any) -> Any:
+        verdict = decide(loss, *others)
+        found.update(loss=loss.cpu(), norm=verdict.norm.cpu())
+        return verdict
+
+    monkeypatch.setattr(trainer_module, "decide", remembered)
     trainer.step = 2  # the first is logged
     trainer.train_step(iter(batches))
     (model,) = trainer.model_parts

@@ -101,8 +101,8 @@ def results(
             trainer.step = step + 2  # the first is logged
             rolled = [({"input": i["input"].roll(step, 1)}, labels) for i, labels in batches]
             trainer.train_step(iter(rolled))
-            losses.append(trainer.running_step.loss.cpu().clone())
-        (model,), graph = trainer.model_parts, trainer.running_step.graph
+            losses.append(trainer.loss.cpu().clone())
+        (model,), graph = trainer.model_parts, trainer.graph
         weights = [p.detach().cpu().clone() for p in model.parameters()]
         return losses + weights, 0 if graph is None else len(graph.passes)
 

@@ -4,7 +4,7 @@
 Checked are the parts of a step from forward to the optimizer, and the four phases of a codec. Not
 checked, since these wait today:
 
-- `Step.settle` waits for the verdict, after the step is queued;
+- `Trainer.settle` waits for the verdict, after the step is queued;
 - Adam that is not fused reads the verdict before it steps;
 - what a logged step reads.
 
@@ -12,6 +12,7 @@ The refreshes of TSR-Adam are checked without replicas; these compare their base
 result after the step (`TSRAdam.settle`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +26,14 @@ from torch.optim import adam
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
+from torchtitan_lr.compression.codecs import Codec, SparseCodec, left_over
+from torchtitan_lr.compression.sketch import SketchCodec
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr import stack
-from torchtitan_lr.optim.tsr.container import TSROptimizers
-from torchtitan_lr.training.step import Step
+from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.trainer import Trainer
 from torchtitan_lr.training.verdict import Findings, Verdict
 
@@ -57,7 +58,7 @@ def test_a_read_is_noticed(read: Callable[[Tensor], Any], unread_device: torch.d
 
 
 @pytest.mark.parametrize(
-    "codec", [SparseCodec(0.9), SketchCodec(2, 4, 0.9)], ids=["sparse", "sketch"]
+    "codec", [SparseCodec(2, theta=0.9), SketchCodec(2, 4, 0.9)], ids=["sparse", "sketch"]
 )
 def test_codecs(codec: Codec, unread_device: torch.device) -> None:
     rows = torch.ones(2, 1001, device=unread_device)
@@ -123,13 +124,16 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
 
         return run
 
-    queued = ("backward", "finish_sums", "read_ahead", "decide", "clip", "apply")
-    for name in queued:
-        monkeypatch.setattr(Step, name, watched(name, getattr(Step, name)))
+    owners: dict[str, Any] = {"backward": trainer, "apply": trainer, "decide": trainer_module}
+    owners |= {"finish_sums": trainer.gradients, "clip": trainer.gradients}
+    owners["read_next"] = trainer.reader
+    for name, owner in owners.items():
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     trainer.step = 3
     trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
-    assert calls == Counter(queued)
-    assert len(trainer.running_step.data.microbatches) == MICRO_BATCHES
+    # Here the step reads its own data too.
+    assert calls == Counter([*owners, "read_next"])
+    assert trainer.dataloader.microbatches == MICRO_BATCHES
     assert all(p.device.type == device.type for p in trainer.model_parts[0].parameters())
 
 
@@ -144,8 +148,8 @@ def _forget_values(trainer: Trainer) -> None:
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
-    trainer.rates, trainer.running_step = trainer.build_rates(), trainer.build_step()
-    if isinstance(trainer.optimizers, TSROptimizers):
+    trainer.build_step()
+    if hasattr(trainer.optimizers, "gradients"):
         for optimizer in trainer.optimizers:
             optimizer.steps += 1
             for stack in optimizer.stacks:
@@ -157,7 +161,7 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The copy of a tensor without values, and what the host reads of it after the step.
     monkeypatch.setattr(HostCopy, "_start", lambda copy: None)
-    findings = Findings(rejected=False, norm=1.0, bad_ranks=0, stop=False, loss_is_finite=True)
+    findings = Findings(False, 1.0, 0, False, (), loss_is_finite=True, depth=math.inf)
     monkeypatch.setattr(Verdict, "read", lambda verdict: findings)
     # The kernel is queued like any other; torch lists only devices with values for it.
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)

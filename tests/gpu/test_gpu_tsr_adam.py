@@ -23,7 +23,7 @@ MAX_NORM = 1.0
 
 BASE = TSRSettings(rank=4, embedding_rank=4, refresh_interval=2, scale=HYPER.scale)
 SETTINGS = {
-    "rotate": replace(BASE, compress_head=True),
+    "rotate": replace(BASE, moments="rotate", compress_head=True),
     "keep, one side": replace(BASE, moments="keep", projection="one_sided"),
     "staggered": replace(BASE, stagger=True),
 }

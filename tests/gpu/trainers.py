@@ -2,7 +2,6 @@
 """A trainer in this process, on the device under test."""
 
 import gc
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.titan import device as device_module
 from torchtitan_lr.titan import logger
-from torchtitan_lr.titan.device import DEVICE_HOLDERS
 from torchtitan_lr.training.trainer import Batch, Trainer
 
 SEQ, BATCH = 16, 2
@@ -56,10 +54,8 @@ def trainer_on(
     if device == "cpu":
         # torchtitan takes a GPU where there is one: until the test ends there is none for it.
         monkeypatch.setattr(device_module, "has_accelerator", lambda: False)
-        for name in DEVICE_HOLDERS:
-            holder = importlib.import_module(name)
-            for attribute in {"device_type", "device_module"} & vars(holder).keys():
-                monkeypatch.setattr(holder, attribute, getattr(holder, attribute))
+        for holder, name in device_module.device_holders():
+            monkeypatch.setattr(holder, name, getattr(holder, name))
     config = build_job_config([*ARGUMENTS, f"--job.dump_folder={folder}", *more])
     check_job_config(config, 1, device)
     collects, level = gc.isenabled(), logger.level

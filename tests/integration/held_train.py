@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import filesystem
 
-from torchtitan_lr.launch.processes import exit_without_teardown
+from torchtitan_lr.launch.processes import begin_rank, exit_without_teardown
 from torchtitan_lr.train import main
 from torchtitan_lr.training.trainer import Trainer
 
@@ -40,5 +40,6 @@ def hold(point, folder, step):
 
 
 if __name__ == "__main__":
+    begin_rank()  # in a fork the module of the ranks is imported already
     filesystem.FileSystemWriter.finish = finish
     exit_without_teardown(main(trainer_class=HeldTrainer))

@@ -3,11 +3,16 @@
 
 import json
 import os
-import socket
+import signal
 import sys
 
+import pytest
+
 from tests.integration import runs
+from tests.support.sockets import free_port
 from torchtitan_lr.launch.folder_lock import locked
+
+TRAIN = "torchtitan_lr.train"
 
 
 def test_a_run_without_the_launcher(undisturbed):
@@ -20,21 +25,23 @@ def test_a_run_without_the_launcher(undisturbed):
     assert not (undisturbed.folder / "logs").exists()
 
 
-def test_a_rank_refuses_in_one_line_too(tmp_path):
-    config = runs.write_config(tmp_path / "dump")
-    command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
-    # Not rank 0: the first that fails ends the others, so each says it.
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    # Refused before any port is opened: this one cannot be.
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = runs.run([*command, "--training.seq_len=0"], **variables)
-    assert done.status == 2, done.everything
-    assert [line for line in done.err.splitlines() if line.startswith("error: ")] == [
-        done.err.splitlines()[-1]
-    ]
-    assert done.err.splitlines()[-1].startswith("error: training.seq_len: got 0, expected ")
-    assert "Traceback" not in done.err
-    assert not (tmp_path / "dump").exists()
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_ranks_of_torchrun_itself_end_with_it(tmp_path):
+    config = runs.write_config(tmp_path / "dump", steps=1_000_000, interval=1_000_000)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = runs.Process(
+        [*torchrun, "--nproc_per_node=2", "-m", TRAIN, f"--job.config_file={config}"]
+    )
+    run.wait_until(lambda: runs.last_step(tmp_path / "dump"))
+    ranks = runs.child_pids(run.pid)
+    run.send(signal.SIGKILL)
+    runs.wait_until_gone([run.pid])
+    # One SIGTERM: ranks that lived on save before they end.
+    runs.send_all(ranks, signal.SIGTERM)
+    runs.wait_until_gone(ranks)
+    assert len(ranks) == 2
+    assert runs.step_folders(tmp_path / "dump") == {}
+    assert "Stopped by" not in run.finish().everything
 
 
 def test_train_is_a_rank_under_torchrun():
@@ -47,9 +54,8 @@ def test_train_is_a_rank_under_torchrun():
 
 def test_all_ranks_refuse_a_folder_where_another_job_is_at_work(tmp_path):
     config = runs.write_config(tmp_path / "dump")
-    command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, "-m", TRAIN, f"--job.config_file={config}"]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with locked(str(tmp_path / "dump")):
         ranks = [
@@ -58,4 +64,5 @@ def test_all_ranks_refuse_a_folder_where_another_job_is_at_work(tmp_path):
         for done in [rank.finish() for rank in ranks]:
             assert done.status == 2, done.everything
             assert f"process {os.getpid()} on " in done.err.splitlines()[-1]
+            assert "Traceback" not in done.err
     assert [path.name for path in (tmp_path / "dump").iterdir()] == ["run.lock"]

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from tests.integration import runs
+from tests.support.sockets import free_port, listening
+from torchtitan_lr.launch.run_state import read_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks by /proc")
 
@@ -28,43 +30,51 @@ def restarts(done):
     return re.findall(r"^restart .*", done.err, re.MULTILINE)
 
 
-def test_a_killed_rank_is_started_again(tmp_path, undisturbed):
-    config = runs.write_config(tmp_path / "dump")
+def test_a_killed_rank_is_started_again_and_killed_again(tmp_path, undisturbed):
+    """The second death is one too many; the same command resumes, to the digits of no death."""
+    folder = tmp_path / "dump"
+    config = runs.write_config(folder)
     run = start(config, NGPU="2", MAX_RESTARTS="1")
     first = run.wait_for_held(2)
+    # No other machine can reach the launcher's store, or the ranks' sockets of gloo.
+    found = {pid: listening(pid) for pid in (run.pid, *first)}
+    assert len(found[run.pid]) == 1 and all(found[rank] for rank in first)
+    assert all(address.is_loopback for addresses in found.values() for address in addresses)
     runs.send_all(first[1:], signal.SIGKILL)
     runs.send_all(first[:1], signal.SIGCONT)
     # From step 4 to the same place again.
     second = run.wait_until(lambda: (pids := run.wait_for_held(2)) != first and pids)
     assert not set(first) & set(second)
-    runs.send_all(second, signal.SIGCONT)
-    done = run.finish()
-    assert done.status == 0, done.everything
-    what = "rank 1 was ended by SIGKILL; 1 machine, 2 ranks"
-    assert restarts(done) == [f"restart (1 of 1 after failures): {what}"]
-    assert [line for line in done.own_lines() if "error" in line] == []
-    assert training(tmp_path / "dump") == training(undisturbed.folder)
-
-
-def test_restarts_come_to_an_end(tmp_path):
-    """The second death is one too many: the launcher reports it and how to resume."""
-    config = runs.write_config(tmp_path / "dump")
-    run = start(config, NGPU="1", MAX_RESTARTS="1")
-    first = run.wait_for_held(1)
-    runs.send_all(first, signal.SIGKILL)
-    second = run.wait_until(lambda: (pids := run.wait_for_held(1)) != first and pids)
-    runs.send_all(second, signal.SIGKILL)
+    runs.send_all(second[1:], signal.SIGKILL)
+    runs.send_all(second[:1], signal.SIGCONT)
     done = run.finish()
     assert done.status == 1, done.everything
-    told = done.err.splitlines()[-1]
-    assert told.startswith("error: rank 0 was ended by SIGKILL") and "/attempt_1/0" in told
-    assert told.endswith(f"to resume from {tmp_path}/dump/checkpoint/step-4")
+    runs.wait_until_gone([*first, *second])
+    what = "rank 1 was ended by SIGKILL"
+    restart, told = done.own_lines()
+    assert restart == f"restart (1 of 1 after failures): {what}; 1 machine, 2 ranks"
+    assert told.startswith(f"error: {what}") and "/attempt_1/1" in told
+    assert told.endswith(f"to resume from {folder}/checkpoint/step-4")
+    state = read_state(folder)
+    assert (state["state"], state["rank"], runs.last_step(folder)) == ("failed", 1, 6)
+    resumed = runs.launch(config).finish()
+    assert resumed.status == 0, resumed.everything
+    assert "Training starts at step 5\n" in resumed.out
+    assert training(folder) == training(undisturbed.folder)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def test_a_stopped_rank_is_not_taken_for_a_killed_one(tmp_path):
+    """Rank 1 answers nobody; rank 0 gives up a collective; torchrun must kill rank 1."""
+    config = runs.write_config(tmp_path / "dump", steps=8)
+    # The limit holds from the second step on, which nothing but this wait is part of.
+    process = runs.launch(config, "--comm.train_timeout_seconds=2", hold="dump:step:2")
+    ranks = process.wait_for_held(2)
+    runs.send_all(ranks[:1], signal.SIGCONT)
+    done = process.finish()
+    runs.wait_until_gone(ranks)
+    (line,) = done.own_lines()
+    assert line.startswith("error: rank 0 failed: ") and "imed out" in line, done.everything
+    assert "; rank 1 did not end on SIGTERM: stopped, or stuck; its output: " in line
 
 
 def answers(port):

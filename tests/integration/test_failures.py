@@ -1,58 +1,35 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs that must not start, a run that must not go on, and one that only rehearses."""
+"""A run that must not start, one that must not go on, and one that only rehearses."""
 
 import re
-
-import pytest
 
 from tests.integration import runs
 from torchtitan_lr.launch.run_state import read_state
 
-REFUSED = {
-    "unknown_key": (["--training.stpes=5"], "training.stpes: got '5', expected "),
-    "no_tokenizer": (["--model.hf_assets_path=/nowhere"], "model.hf_assets_path: got '/nowhere'"),
-    "degree": (["--parallelism.data_parallel_shard_degree=3"], "parallelism."),
-}
+
+def test_a_refusal_is_one_line_before_any_rank(tmp_path):
+    config = runs.write_config(tmp_path / "dump")
+    command = [*runs.LAUNCH, "--parallelism.data_parallel_shard_degree=3"]
+    done = runs.run(command, CONFIG_FILE=str(config), NGPU="2")
+    assert (done.status, done.out) == (2, ""), done.everything
+    (line,) = done.err.splitlines()
+    assert line.startswith("error: parallelism.data_parallel_shard_degree: got 3, expected ")
+    assert not (tmp_path / "dump").exists()
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    """The refused ones and, as their control, the rehearsal of the same job; at the same time."""
-    base = tmp_path_factory.mktemp("failures")
-    commands = {}
-    for name, (arguments, _) in REFUSED.items():
-        config = runs.write_config(base / name)
-        variables = {"CONFIG_FILE": str(config), "NGPU": "2"}
-        commands[name] = ([*runs.LAUNCH, *arguments], variables)
-    config = runs.write_config(base / "rehearsal")
-    variables = {"CONFIG_FILE": str(config), "NGPU": "8", "COMM_MODE": "fake_backend"}
-    commands["rehearsal"] = (runs.LAUNCH, variables)
-    return base, runs.run_all(commands)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_is_one_line_before_any_rank(started, name):
-    base, done = started
-    assert done[name].status == 2, done[name].everything
-    assert done[name].out == ""
-    (line,) = done[name].err.splitlines()
-    assert line.startswith(f"error: {REFUSED[name][1]}")
-    assert ", expected " in line
-    assert not (base / name).exists()
-
-
-def test_a_rehearsal_of_eight_ranks(started):
-    base, done = started
-    rehearsal = done["rehearsal"]
-    assert rehearsal.status == 0, rehearsal.everything
-    assert rehearsal.out.splitlines()[-1] == "dry run passed: one step as rank 0 of 8"
-    assert "step 1/1  " in rehearsal.out + rehearsal.err
-    assert "Traceback" not in rehearsal.out + rehearsal.err
-    # What a refusal must not leave behind, an accepted job does.
-    assert (base / "rehearsal" / "dry_run" / "logs").is_dir()
+def test_a_rehearsal_of_eight_ranks(tmp_path):
+    folder = tmp_path / "dump"
+    config = runs.write_config(folder)
+    done = runs.run(
+        runs.LAUNCH, CONFIG_FILE=str(config), NGPU="8", LOG_RANK="0,7", COMM_MODE="fake_backend"
+    )
+    assert done.status == 0, done.everything
+    assert done.out.splitlines()[-1] == "dry run passed: one step as rank 0 of 8"
+    assert "step 1/1  " in done.out + done.err
+    assert "Traceback" not in done.out + done.err
     # Nothing that a real run would take for its own.
-    assert not (base / "rehearsal" / "checkpoint").exists()
-    assert not (base / "rehearsal" / "metrics.jsonl").exists()
+    assert [path.name for path in folder.iterdir()] == ["dry_run"]
+    assert (folder / "dry_run" / "logs").is_dir()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/setup_env.sh`` in a folder of its own, with packages that hold only their names.
+"""Shell scripts: ``setup_env.sh`` in a folder of its own, with packages that hold only their names.
 
 pip, venv and the script are real; pip finds the packages in a folder, without a network.
 """
@@ -13,7 +13,7 @@ import zipfile
 
 import pytest
 
-from tests.integration.runs import ROOT
+from tests.integration.runs import ROOT, run
 
 PYPROJECT = """
 [build-system]
@@ -172,3 +172,14 @@ def test_the_lock_of_a_process_that_ended_is_taken(project):
     assert status == 0, out
     assert time.monotonic() - begin < 200
     assert project.version("needed") == "1.0"
+
+
+def test_slurm_finds_the_options_of_a_script_that_is_bash():
+    script = ROOT / "scripts/slurm/train.sbatch"
+    done = run(["bash", "-n", script])
+    assert (done.status, done.err) == (0, "")
+    lines = script.read_text().splitlines()
+    # Slurm reads its options up to the first command.
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [line for line in lines if line.startswith("#SBATCH ")]
+    assert options and all(lines.index(line) < first for line in options)

@@ -16,8 +16,7 @@ from tests.support.parity_runs import full_parameters, largest_difference
 from torchtitan_lr.checkpoints.folders import RESIDUALS
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.models import ends
-from torchtitan_lr.optim.tsr import algorithm, refresh
-from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr import algorithm
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training import figures
 from torchtitan_lr.training.trainer import Trainer
@@ -47,7 +46,7 @@ class Watched(Trainer):
         if self.step == 1:
             self.first = self._held() | {"parameters": full_parameters(self.model_parts)}
             # TSR-Adam's are those of one replica.
-            own = [] if isinstance(self.optimizers, TSROptimizers) else self.model_parts
+            own = [] if hasattr(self.optimizers, "gradients") else self.model_parts
             self.first["gradients"] = full_parameters(own, what=lambda parameter: parameter.grad)
 
     def _held(self) -> dict[str, Any]:
@@ -141,7 +140,6 @@ def run(arguments: list[str], folder: str = "", rejects: bool = False) -> dict[s
         # Small models in several chunks and buckets, as large ones are.
         patch.object(ends, "chunk_tokens", lambda tokens, dim: CHUNK),
         patch.object(algorithm, "BUCKET_ELEMENTS", BUCKET),
-        patch.object(refresh, "BUCKET_ELEMENTS", BUCKET),
         known_setup(),
     ):
         result = parity_runs.train(arguments, folder, build=Run)
@@ -151,7 +149,7 @@ def run(arguments: list[str], folder: str = "", rejects: bool = False) -> dict[s
 def examine(arguments: list[str], other: str, masks: bool) -> dict[str, Any]:
     """Train to the end, resume from `SAVED`, and reject a step; call it on every rank."""
     with masks_of_blocks() if masks else patch.dict({}):
-        whole = run(arguments)
+        whole = run([*arguments, "--metrics.comm_ledger"])
         if dist.get_rank() == 0:
             shutil.copytree(whole["dump_folder"], other, dirs_exist_ok=True)
         dist.barrier()

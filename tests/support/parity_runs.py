@@ -101,27 +101,9 @@ DEEP = ["--model.flavor=parity4"]
 """Arguments of a model with enough layers for four stages."""
 
 
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "dp1": (1, degrees()),
-    "tp2": (2, degrees(tensor=2)),
-    "pp2": (2, degrees(pipeline=2)),
-    "tp4": (4, degrees(tensor=4)),
-    "pp4": (4, [*degrees(pipeline=4), *DEEP]),
-    "pp2_tp2": (4, degrees(tensor=2, pipeline=2)),
-    "fsdp2_tp2": (4, degrees(tensor=2, local_batch=4)),
-    "fsdp2_pp2": (4, degrees(pipeline=2, local_batch=4)),
-}
-"""Number of ranks and arguments of every layout; the global batch is always the same."""
-
-
 def model(family: str) -> list[str]:
     """Return the argument that selects a family."""
     return [f"--model.name=llama_{family}"]
-
-
-def flavor(options: list[str]) -> list[str]:
-    """Return the flavor that the options select, for the reference run."""
-    return [option for option in options if option.startswith("--model.flavor=")][-1:]
 
 
 def train(

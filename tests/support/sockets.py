@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import socket
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -24,3 +25,8 @@ def listening(pid):
                 swapped = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
                 found.append(ip_address(b"".join(swapped)))
     return found
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]

@@ -58,20 +58,23 @@ class SupportMatrix:
     def usual_draws(self, others: list[Combination]) -> list[Combination]:
         """Return some of `every_draw` that have, with others, every value of every axis.
 
-        Of those with as many new values it takes one without compilation, which costs most, then on
-        few ranks, then in full precision, where the comparison is sharpest.
+        Compilation costs most: it is drawn for values that no other combination has. Of those with
+        as many new values the first is on few ranks, then in full precision, where the comparison
+        is sharpest.
         """
 
-        def cost(drawn: Combination) -> tuple[bool, int, bool]:
-            return drawn["compile"] != NONE, world_size(drawn), drawn["precision"] != NONE
+        def cost(drawn: Combination) -> tuple[int, bool]:
+            return world_size(drawn), drawn["precision"] != NONE
 
         chosen: list[Combination] = []
         cheapest_first = sorted(self.every_draw, key=cost)
         missing = {item for combination in cheapest_first for item in combination.items()}
         missing -= {item for combination in others for item in combination.items()}
-        while missing:
-            chosen.append(max(cheapest_first, key=lambda c: len(c.items() & missing)))
-            missing -= chosen[-1].items()
+        uncompiled = [drawn for drawn in cheapest_first if drawn["compile"] == NONE]
+        for draws in (uncompiled, cheapest_first):
+            while any(drawn.items() & missing for drawn in draws):
+                chosen.append(max(draws, key=lambda c: len(c.items() & missing)))
+                missing -= chosen[-1].items()
         return chosen
 
     @cached_property

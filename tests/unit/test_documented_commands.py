@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Every command of README and the pages is accepted, and none meets another one's run.
+"""Every command of README and the pages is accepted.
 
 ``tests/integration/test_first_hour.py`` runs those of README and the page Start.
 """
 
-import operator
 import re
 
 import pytest
@@ -13,24 +12,14 @@ from tests.commands import ROOT
 from tests.support.pages import documented
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.main import COMMANDS, parser_of
-from torchtitan_lr.config.build import build_job_config, config_class
-from torchtitan_lr.config.parse import _keys
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.config.schema import FREE, meaning_of
 from torchtitan_lr.launch.placement import fit
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Files that a reader makes, by an earlier command or by hand.
 MADE = re.compile(r"(mine|tiny|NAME|outputs/\w+/train)(\.toml)?$")
-
-# What one run may change when it goes on.
-GOES_ON = {"training.steps", "training.max_norm"}
-COMPARED = [
-    key
-    for key in _keys(config_class())
-    if meaning_of(key) is not FREE and key.partition(".")[0] != "parallelism" and key not in GOES_ON
-]
 
 
 def training_config(variables, arguments):
@@ -77,30 +66,3 @@ def test_a_documented_command_is_accepted(page, variables, name, arguments):
 def test_the_pages_have_commands():
     names = [name for _, _, name, _ in ALL]
     assert names.count("train") > 20 and {"estimate", "generate", "export"} <= set(names)
-
-
-def collisions(commands):
-    """Folders in which two training commands would have other models, texts or batches."""
-    first, found = {}, []
-    for variables, arguments in commands:
-        config = training_config(variables, arguments)
-        if config is None or "COMM_MODE" in variables:  # a dry run has its own folder
-            continue
-        config = config[0]
-        folder = config.job.dump_folder.rstrip("/").removeprefix("./")
-        before = first.setdefault(folder, config)
-        differences = []
-        for key in COMPARED:
-            value = operator.attrgetter(key)
-            if value(before) != value(config):
-                differences.append(key)
-        if differences:
-            found.append((folder, *differences))
-    return found
-
-
-def test_documented_runs_have_folders_of_their_own():
-    commands = [(variables, rest) for _, variables, name, rest in ALL if name == "train"]
-    assert collisions(commands) == []
-    wrong = [({}, ["debug_cola"]), ({}, ["--training.dataset=local", "--training.seq_len=32"])]
-    assert collisions(wrong) == [("outputs/debug_cola", "training.dataset", "training.seq_len")]

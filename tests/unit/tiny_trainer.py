@@ -76,6 +76,9 @@ def tiny_trainer(folder, *options, ranks=1, exact=True):
             trainer = Trainer(config)
             if ranks == 1 and exact:
                 trainer.model_parts[0].double()
+                for adam in trainer.optimizers:
+                    for state in adam.state.values():
+                        state |= {k: v.double() for k, v in state.items() if k.startswith("exp")}
             yield trainer
     finally:
         if trainer is not None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from torchtitan_lr.config.files import read_json
 
@@ -121,9 +120,6 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 UNFINISHED = ".unfinished"
 """Folder of what a command has written so far: in an existing output folder, beside a new one."""
 
-_MOVED = ".moved"
-"""File in it that its command locks; lists what is being moved into an existing output folder."""
-
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
@@ -133,67 +129,43 @@ def unfinished(out: Path) -> Iterator[Path]:
     another command writes there.
     """
     # A new folder appears whole, by one rename. An existing one may be a mount point or the
-    # working directory, so its files are moved into it.
+    # working directory, so its files are moved into it, and `UNFINISHED` leaves it last.
     is_new = not out.exists()
     aside = out.with_name(f".{out.name}{UNFINISHED}") if is_new else out / UNFINISHED
     aside.mkdir(parents=True, exist_ok=True)
-    with (aside / _MOVED).open("a+") as moved:
-        _lock(moved, aside)
-        _undo_moves(out, aside)
-        moved.truncate(0)
-        for name in {*os.listdir(aside)} - {_MOVED}:
-            _delete(aside / name)
+    lock = os.open(aside, os.O_RDONLY)
+    try:
+        _lock(lock, aside)
+        for left in aside.iterdir():
+            _delete(left)
         try:
             yield aside
             if is_new:
                 aside.rename(out)  # an OSError if it holds something by now
-                (out / _MOVED).unlink()
+            elif not is_free(out):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(out))
             else:
-                _move(aside, out, moved)
+                for written in sorted(aside.iterdir()):
+                    written.rename(out / written.name)
+                aside.rmdir()
         except BaseException:
-            _undo_moves(out, aside)
             _delete(aside)
             raise
+    finally:
+        os.close(lock)
 
 
-def _lock(file: IO[str], folder: Path) -> None:
-    """Lock an open file of a folder until it is closed; an error if the folder has another one."""
-    busy = BlockingIOError(errno.EAGAIN, "another command is writing there", str(folder))
+def _lock(folder: int, path: Path) -> None:
+    """Lock an open folder; an error if another command has it, or has ended since it was opened."""
+    busy = BlockingIOError(errno.EAGAIN, "another command is writing there", str(path))
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise busy from None
     except OSError:  # this file system has no locks
         return
-    here = Path(file.name)  # its command may have ended since it was opened
-    if not here.exists() or not os.path.samestat(os.fstat(file.fileno()), here.stat()):
+    if not path.exists() or not os.path.samestat(os.fstat(folder), path.stat()):
         raise busy
-
-
-def _move(aside: Path, out: Path, moved: IO[str]) -> None:
-    """Move all from one folder into another one, such that a kill lets `_undo_moves` undo it."""
-    if not is_free(out):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(out))
-    names = sorted({*os.listdir(aside)} - {_MOVED})
-    moved.write("\n".join(names))
-    moved.flush()
-    for name in names:
-        (aside / name).rename(out / name)
-    moved.truncate(0)
-    _delete(aside)
-
-
-def _undo_moves(out: Path, aside: Path) -> None:
-    for name in _moved(out, aside):
-        _delete(out / name)
-
-
-def _moved(out: Path, aside: Path) -> set[str]:
-    """Return what an unfinished folder says was moved from it and is in the output folder."""
-    try:
-        return {*os.listdir(out)} & {*(aside / _MOVED).read_text().splitlines()}
-    except OSError:
-        return set()
 
 
 def _delete(path: Path) -> None:
@@ -205,10 +177,7 @@ def _delete(path: Path) -> None:
 
 def is_free(out: Path) -> bool:
     """Return whether a folder is new or empty; what a killed command left does not count."""
-    aside = out / UNFINISHED
-    return not out.exists() or (
-        out.is_dir() and {*os.listdir(out)} <= {UNFINISHED, *_moved(out, aside)}
-    )
+    return not out.exists() or (out.is_dir() and {*os.listdir(out)} <= {UNFINISHED})
 
 
 def rename_away(folder: str, prefix: str) -> str | None:

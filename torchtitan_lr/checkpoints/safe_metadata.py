@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -65,8 +66,6 @@ def read_metadata(step_dir: str | Path) -> Metadata:
                 raise DamagedError(f"{METADATA} names a file outside its folder: {name!r}")
     except DamagedError:
         raise
-    except FileNotFoundError as error:
-        raise DamagedError(f"{METADATA} is missing") from error
     # A damaged one fails with whatever its reader stumbles over.
     except Exception as error:
         raise DamagedError(f"{METADATA} cannot be read ({describe(error)})") from error
@@ -74,22 +73,19 @@ def read_metadata(step_dir: str | Path) -> Metadata:
 
 
 def load(
-    state_dict: dict[str, Any],
-    step_dir: str | Path,
-    no_dist: bool = False,
-    metadata: Metadata | None = None,
+    state_dict: dict[str, Any], step_dir: str | Path, metadata: Metadata | None = None
 ) -> None:
     """Load a checkpoint of DCP in place, as `torch.distributed.checkpoint.load` does, but safely.
 
-    ``no_dist`` is for one process alone, ``metadata`` what `read_metadata` has returned already.
+    ``metadata`` is what `read_metadata` has returned already.
     """
+    alone = not dist.is_initialized()
     with warnings.catch_warnings():
-        if no_dist:
-            # DCP warns that it runs without a process group, which is what we ask for.
+        if alone:  # DCP warns that it runs without a process group
             warnings.simplefilter("ignore")
         reader = _Reader(step_dir)
         reader.contents = metadata
-        dcp.load(state_dict, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
+        dcp.load(state_dict, storage_reader=reader, planner=_Planner(), no_dist=alone)
 
 
 class _Reader(FileSystemReader):

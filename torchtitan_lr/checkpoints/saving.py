@@ -32,6 +32,8 @@ from torch.futures import Future
 from torchtitan_lr.agreement import first_rank_with, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints.folders import BEGUN, METADATA, STEP_FILE
 from torchtitan_lr.checkpoints.record import DamagedError, Record, Sum, describe, read_step
+from torchtitan_lr.compat.dispatch import tree_map_only
+from torchtitan_lr.compat.dtensor import local_part, with_local_part
 from torchtitan_lr.config.files import file_within, open_regular
 
 T = TypeVar("T")
@@ -42,12 +44,9 @@ _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 
 class StepWriter(FileSystemWriter):
-    """DCP's file writer, which also writes the step's record.
+    """DCP's file writer, which also writes the step's record: ``record`` with what a save adds.
 
-    Args:
-        step_dir: The checkpoint's folder.
-        record: The record without what is known after the save.
-        weights: Names of tensors; each rank checks that its part of them is finite.
+    ``weights`` are names of tensors; each rank checks that its part of them is finite.
     """
 
     def __init__(self, step_dir: str | Path, record: Record, weights: Iterable[str] = ()) -> None:
@@ -55,6 +54,16 @@ class StepWriter(FileSystemWriter):
         self.fs: _SummingFileSystem = _SummingFileSystem()
         self.fs.sums = {}
         self._record, self._weights = record, frozenset(weights)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy on the host for a background save."""
+
+        # torch's own fails where a rank's part of a tensor is empty.
+        def copied(tensor: Tensor) -> Tensor:
+            return with_local_part(tensor, local_part(tensor).detach().to("cpu", copy=True))
+
+        staged: dict[str, Any] = tree_map_only(Tensor, copied, state_dict)
+        return staged
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; the result includes their sizes and checksums."""
@@ -116,7 +125,7 @@ def write_record(step_dir: str | Path, record: Record) -> None:
     files: dict[str, Sum] = {}
     for share in from_all_ranks(sums):
         files |= share
-    if _rank_and_ranks()[0] == 0:
+    if _rank() == 0:
         replace(record, files=files).write(folder)
 
 
@@ -129,16 +138,13 @@ def verified(step_dir: str | Path) -> Record:
     damage = None
     for name in _share(record.files):
         damage = damage or _damage_of(Path(step_dir), name, record.files[name])
-    if dist.is_initialized():
-        found = first_rank_with(damage)
-        damage = None if found is None else found[1]
-    if damage is not None:
-        raise DamagedError(damage)
+    if found := first_rank_with(damage):
+        raise DamagedError(found[1])
     return record
 
 
-def _rank_and_ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _share(names: Iterable[str]) -> list[str]:
@@ -148,8 +154,8 @@ def _share(names: Iterable[str]) -> list[str]:
         found = _PART.fullmatch(name)
         return (int(found[1]) if found else sys.maxsize), name
 
-    rank, ranks = _rank_and_ranks()
-    return sorted(names, key=place)[rank::ranks]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return sorted(names, key=place)[_rank() :: ranks]
 
 
 def _damage_of(folder: Path, name: str, saved: Sum) -> str | None:
@@ -172,16 +178,16 @@ def read_once(read: Callable[[str | Path], T], step_dir: str | Path) -> T:
 
     A thousand ranks would read the same file at the same moment.
     """
-    found: list[Any] = [None, None]
-    if _rank_and_ranks()[0] == 0:
+    found: T | DamagedError | None = None
+    if _rank() == 0:
         try:
-            found[0] = read(step_dir)
+            found = read(step_dir)
         except DamagedError as error:
-            found[1] = str(error)
-    value, damage = from_first_rank(found)
-    if damage is not None:
-        raise DamagedError(damage)
-    return cast(T, value)
+            found = error
+    found = from_first_rank(found)
+    if isinstance(found, DamagedError):
+        raise found
+    return cast(T, found)
 
 
 def _sum_of(path: Path) -> Sum:

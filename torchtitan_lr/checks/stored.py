@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Checks of a configuration against the checkpoint that its run begins with.
 
-The ranks ask the same of it (`checkpoints.resume`); here it is refused before any of them starts.
+The ranks ask the same of it (`checkpoints.record`); here it is refused before any of them starts.
 """
 
 from dataclasses import replace
@@ -15,8 +15,16 @@ from torchtitan_lr.checkpoints.folders import (
     has_contents,
     step_folder,
 )
-from torchtitan_lr.checkpoints.record import DamagedError, Record, read_step
-from torchtitan_lr.checkpoints.resume import Start, another_folder, check_start, start_of, way_on
+from torchtitan_lr.checkpoints.record import (
+    DamagedError,
+    Record,
+    Start,
+    another_folder,
+    check_start,
+    read_step,
+    start_of,
+    way_on,
+)
 from torchtitan_lr.checkpoints.run_record import record_path
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import ConfigError

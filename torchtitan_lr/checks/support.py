@@ -1,40 +1,35 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Checks of degrees, plans and features against the ranks, the model and the device."""
+"""Checks of what goes together: degrees, plans, optimizer and codec with model, ranks and device.
+
+What torch and torchtitan refuse when they build a run is left to them.
+"""
 
 import math
-import operator
-import os
-import shutil
+from itertools import chain
 from typing import Any
 
+from torchtitan_lr.config.schema import Optimizer
 from torchtitan_lr.errors import ConfigError, one_of, require
-from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.models.configured import configured_args, llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, imported
+from torchtitan_lr.parallel.stage_split import SCHEDULES, modules_per_stage, stages_per_rank
 from torchtitan_lr.titan import logger
 
 
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
     """Check that the degrees of parallelism multiply to the world size."""
-    sections = config.parallelism
-    rest, others = world_size, []
+    sections, rest = config.parallelism, world_size
     names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
     for name in names:
         degree = getattr(sections, f"{name}_degree")
         if degree <= 0 or rest % degree:
-            # Up to the square root only: a typing error may ask for 10**12 ranks.
-            small = [n for n in range(1, math.isqrt(rest) + 1) if rest % n == 0]
-            divisors = sorted({*small, *(rest // n for n in small)})
-            want = f"a divisor of the {rest} ranks: {', '.join(map(str, divisors))}"
+            divisors = ", ".join(str(n) for n in range(1, rest + 1) if rest % n == 0)
+            want = f"a divisor of the {rest} ranks: {divisors}"
             raise ConfigError(f"parallelism.{name}_degree", degree, want)
         rest //= degree
-        others.append(f"{name}_degree ({degree})")
     shard = sections.data_parallel_shard_degree
-    known = f"{', '.join(reversed(others))} and it multiply to the {world_size} ranks"
-    want = f"-1 or {rest}, so that {known}"
+    want = f"-1 or {rest}, so that all degrees multiply to the {world_size} ranks"
     require(shard in (-1, rest), "parallelism.data_parallel_shard_degree", shard, want)
-    fits = not config.training.enable_cpu_offload or rest > 1 or device_type == "cpu"
-    want = "false unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
-    require(fits, "training.enable_cpu_offload", True, want)
 
 
 def check_plans(config: Any, world_size: int, device_type: str) -> None:
@@ -42,13 +37,10 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.optim.spectral.selection import select_matrices
     from torchtitan_lr.parallel.plans import check_gather, tp_settings
 
-    entry = ENTRIES[config.optimizer.name]
-    fits = not (config.training.enable_cpu_offload and entry.sends_state)
-    require(fits, "training.enable_cpu_offload", True, f"false with {entry.name}")
     args = llama_args(config)
     if args is None:  # another package's model: it has a plan of its own, and the ranks check it
         return
-    sections = config.parallelism
+    sections, entry = config.parallelism, ENTRIES[config.optimizer.name]
     degree = sections.tensor_parallel_degree
     settings = tp_settings(config, args, degree)
     check_gather(sections.cp_gather, args, settings, degree)
@@ -73,72 +65,34 @@ def check_context(config: Any, world_size: int, device_type: str) -> None:
         return
     if args is None:
         raise ConfigError(key, degree, "1 for a model of another package")
-    require(device_type != "xpu", key, degree, "1 on an XPU: only CUDA and a CPU are supported")
-    if device_type == "cuda":
+    if device_type != "cpu":
         # The other kernels materialize the mask, or ignore that queries are grouped.
-        dtype = config.training.mixed_precision_param
-        want = f"1 on a GPU in {dtype}: flash attention has bfloat16 (training."
-        want += "mixed_precision_param) and float16 alone"
-        require(dtype in ("bfloat16", "float16"), key, degree, want)
-        fits = args.head_dim <= 256 and args.head_dim % 8 == 0
-        want = (
-            f"1 on a GPU with heads of {args.head_dim} features: flash attention has 8, 16, … 256"
-        )
+        half = config.training.mixed_precision_param in ("bfloat16", "float16")
+        fits = half and args.head_dim <= 256 and args.head_dim % 8 == 0 and device_type == "cuda"
+        want = "1, unless flash attention fits: CUDA, training.mixed_precision_param = 'bfloat16' "
+        want += f"or 'float16', heads of 8, 16, … 256 features (these have {args.head_dim})"
         require(fits, key, degree, want)
     unit, product = 2 * degree, f"2 * {key} ({degree})"
     if parallelism.tp_comm == "sequence":
         unit *= parallelism.tensor_parallel_degree
         product += f" * tensor_parallel_degree ({parallelism.tensor_parallel_degree})"
-        product += " with tp_comm = 'sequence'"
-    rows = {"training": config.training.seq_len}
-    if config.validation.enable:
-        rows["validation"] = config.validation.seq_len
-    for section, seq_len in rows.items():
-        want = f"a multiple of {unit}: {product}"
-        require(seq_len % unit == 0, f"{section}.seq_len", seq_len, want)
+    for section in ("training", "validation"):
+        seq_len = getattr(config, section).seq_len
+        fits = seq_len % unit == 0 or (section == "validation" and not config.validation.enable)
+        require(fits, f"{section}.seq_len", seq_len, f"a multiple of {unit}: {product}")
 
 
-def check_compile(config: Any, world_size: int, device_type: str) -> None:
-    """Check ``[compile]``, and what activation checkpointing needs with and without it."""
+def check_checkpointing(config: Any, world_size: int, device_type: str) -> None:
+    """Check activation checkpointing with and without ``[compile]``."""
     from torchtitan_lr.parallel.recompute import COMPILES_ON_CPU, check_mode, compiles_model
 
-    mode, section = config.activation_checkpoint.mode, config.compile
     check_mode(config)
-    for component in section.components:
-        known = component in ("model", "loss")
-        require(known, "compile.components", component, "'model' and/or 'loss'")
-    if not section.enable:
-        return
-    import torch
-
-    backends = torch.compiler.list_backends(exclude_tags=())
-    want = one_of(backends, section.backend)
-    require(section.backend in backends, "compile.backend", section.backend, want)
-    if device_type != "cpu":
-        return
-    compiler = os.environ.get("CXX", "g++").split()[0]
-    want = f"false on a CPU without the C++ compiler {compiler} (CXX names another)"
-    require(section.backend != "inductor" or shutil.which(compiler), "compile.enable", True, want)
+    mode, degree = config.activation_checkpoint.mode, config.parallelism.tensor_parallel_degree
     # torch 2.13 cannot compile tensor-parallel blocks on a CPU if they recompute attention.
-    tensor_parallel = config.parallelism.tensor_parallel_degree > 1
-    if tensor_parallel and compiles_model(config) and mode not in COMPILES_ON_CPU:
-        others = " or ".join(map(repr, COMPILES_ON_CPU))
-        want = f"{others} with compile.enable and tensor parallelism on a CPU"
-        raise ConfigError("activation_checkpoint.mode", mode, want)
-
-
-def check_cpu(config: Any, world_size: int, device_type: str) -> None:
-    """Refuse settings that need an accelerator on a CPU."""
-    if device_type != "cpu":
-        return
-    for key, refused, want in (
-        ("profiling.enable_profiling", True, "false"),
-        ("profiling.enable_memory_snapshot", True, "false"),
-        ("checkpoint.async_mode", "async_with_pinned_mem", "'disabled' or 'async'"),
-        ("training.enable_cpu_offload", True, "false"),
-    ):
-        found = operator.attrgetter(key)(config)
-        require(found != refused, key, refused, f"{want} on a CPU")
+    fails = device_type == "cpu" and degree > 1 and compiles_model(config)
+    want = f"{' or '.join(map(repr, COMPILES_ON_CPU))} with compile.enable and tensor parallelism"
+    fits = mode in COMPILES_ON_CPU or not fails
+    require(fits, "activation_checkpoint.mode", mode, f"{want} on a CPU")
 
 
 def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
@@ -148,3 +102,104 @@ def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
     if config.training.step_graph == "on":
         reason = why_eager(config, device_type)
         require(not reason, "training.step_graph", "on", f"'auto': {reason}")
+
+
+def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the optimizer reads the keys of rates, and that every group has a parameter."""
+    # Imported late because they import torch.
+    from torchtitan_lr.compression.settings import merged
+    from torchtitan_lr.optim.groups import check_patterns
+
+    section, args, entry = config.optimizer, llama_args(config), ENTRIES[config.optimizer.name]
+    if args is not None and entry.check is not None:
+        imported(entry.check)(config, world_size, device_type)
+    # Offloading leaves the state on the host.
+    fits = not (config.training.enable_cpu_offload and entry.sends_state)
+    require(fits, "training.enable_cpu_offload", True, f"false with {entry.name}")
+    if args is None or not entry.reads_groups:
+        what = f"optimizer.name = {entry.name!r}, registered without reads_groups = True"
+        if args is None:  # another package's, which builds its own optimizer
+            what = f"model.name = {config.model.name!r}"
+        for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
+            key, got = f"optimizer.{name}", getattr(section, name)
+            default = entry.defaults.get(key, getattr(Optimizer(), name))
+            require(got == default, key, got, f"{default!r} with {what}")
+        return
+    if section.groups:
+        names = list(model_shapes(args))
+        check_patterns(names, section, merged(names))
+
+
+def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
+    """Check the schedule, and what would train another model or fail in the first backward."""
+    section, recomputation = config.parallelism, config.activation_checkpoint
+    if section.pipeline_parallel_degree == 1:
+        return
+    schedule = section.pipeline_parallel_schedule
+    want = one_of(SCHEDULES, schedule)
+    require(schedule in SCHEDULES, "parallelism.pipeline_parallel_schedule", schedule, want)
+    # Without meaning, or untested with these models.
+    table, offload = section.pipeline_parallel_schedule_csv, config.training.enable_cpu_offload
+    require(not table, "parallelism.pipeline_parallel_schedule_csv", table, "'' with a pipeline")
+    require(not offload, "training.enable_cpu_offload", True, "false with a pipeline")
+    want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
+    require(config.comm.mode != "fake_backend", "comm.mode", config.comm.mode, want)
+    if SCHEDULES[schedule][1]:  # backward in two halves, which run each graph twice
+        compiled = config.compile.enable and "model" in config.compile.components
+        want = f"false with {schedule}: compiled blocks have one backward, not two"
+        require(not compiled, "compile.enable", True, want)
+        reshard = section.fsdp_reshard_after_forward
+        want = f"'default' or 'never' with {schedule}, which needs the weights again"
+        require(reshard != "always", "parallelism.fsdp_reshard_after_forward", reshard, want)
+        # Torch frees what it saved after the first of two recomputations.
+        single = recomputation.mode == "selective" and recomputation.selective_ac_option == "op"
+        want = f"a number of blocks, as text, with {schedule}: torch repeats once only"
+        require(not single, "activation_checkpoint.selective_ac_option", "op", want)
+    _check_stages(config)
+
+
+def _check_stages(config: Any) -> None:
+    """Check that the split has each module once, in order, and a block in every inner stage."""
+    section, n_layers = config.parallelism, configured_args(config).n_layers
+    degree = section.pipeline_parallel_degree
+    wanted = degree * int(stages_per_rank(section, n_layers))
+    try:
+        stages = modules_per_stage(config, n_layers)
+    except ValueError:
+        want = f"fewer stages than {wanted}, into which {n_layers} blocks do not go"
+        raise ConfigError("parallelism.pipeline_parallel_degree", degree, want) from None
+    blocks = [f"layers.{i}" for i in range(n_layers)]
+    ordered = [*chain(*stages)] == ["tok_embeddings", *blocks, "norm", "output"]
+    filled = all(stages) and all(stage[0] in blocks for stage in stages[1:-1])
+    fits = len(stages) == wanted and ordered and filled and stages[-1][-2:] == ["norm", "output"]
+    want = f"{wanted} stages which list tok_embeddings, layers.0 to layers.{n_layers - 1}, norm and"
+    want += " output once each and in this order, norm beside output"
+    require(fits, "parallelism.module_fqns_per_model_part", stages, want)
+
+
+def check_compression(config: Any, world_size: int, device_type: str) -> None:
+    """Check a codec's layout, that the sketch peels, and that some tensor is selected."""
+    section, parallelism = config.grad_compression, config.parallelism
+    if section.codec == "none":
+        return
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = world_size // parallelism.tensor_parallel_degree // replicate
+    want = ""
+    if parallelism.pipeline_parallel_degree > 1:
+        want = "'none' with pipeline_parallel_degree > 1"
+    elif replicate > 1 and shard == 1:
+        want = "'none' unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
+    elif ENTRIES[config.optimizer.name].sums_replicas:
+        want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
+    require(not want, "grad_compression.codec", section.codec, want)
+    ranks = replicate if replicate > 1 else max(1, shard)
+    # Imported late because it imports torch.
+    from torchtitan_lr.compression.settings import compression_settings, is_compressed
+
+    settings, args = compression_settings(config, ranks), llama_args(config)
+    if args is None:  # another package's model: the ranks check it
+        return
+    sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
+    selected = any(is_compressed(name, size, settings) for name, size in sizes.items())
+    want = "the size of some tensor of this model, or less"
+    require(selected, "grad_compression.min_size", section.min_size, want)

@@ -2,28 +2,20 @@
 """Checks of the values of a configuration, for a number of ranks and a device type."""
 
 import math
-import operator
 import os
-import tempfile
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints import folders
 from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
-from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import configured_args
 from torchtitan_lr.titan import logger
-from torchtitan_lr.training.history import HISTORY_FILE
-
-_TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")
-"""Of the longest TMPDIR in which `multiprocessing` can make a socket."""
 
 
 def check_training(config: Any, world_size: int, device_type: str) -> None:
     """Check the global batch, and what has to cover the run or fit its sequences."""
-    training = config.training
+    training, total = config.training, config.lr_scheduler.total_steps
     degree, batch = data_ranks(config, world_size), training.global_batch_size
     unit = training.local_batch_size * degree
     if batch != -1 and (batch <= 0 or batch % unit):
@@ -32,58 +24,32 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
             f"x {degree} data-parallel ranks) such as {max(1, round(batch / unit)) * unit}, or -1"
         )
         if batch > 0 and batch % degree == 0:
-            fits = math.gcd(batch // degree, config.training.local_batch_size)
+            fits = math.gcd(batch // degree, training.local_batch_size)
             want += f"; or the same batch with --training.local_batch_size={fits}"
         raise ConfigError("training.global_batch_size", batch, want)
-    total = config.lr_scheduler.total_steps
     want = f"at least training.steps ({training.steps}): the schedule ends there"
     require(total is None or total >= training.steps, "lr_scheduler.total_steps", total, want)
-    validation = config.validation
-    want = f"at most training.seq_len ({training.seq_len}): there are no rotary positions beyond it"
-    fits = not validation.enable or validation.seq_len <= training.seq_len
-    require(fits, "validation.seq_len", validation.seq_len, want)
-    profiling = config.profiling
-    least = profiling.profiler_active + profiling.profiler_warmup
-    fits = not profiling.enable_profiling or profiling.profile_freq >= max(1, least)
-    want = f"at least profiler_active + profiler_warmup ({least})"
-    require(fits, "profiling.profile_freq", profiling.profile_freq, want)
+    longest = training.seq_len
+    fits = not config.validation.enable or config.validation.seq_len <= longest
+    want = f"at most training.seq_len ({longest}): there are no rotary positions beyond it"
+    require(fits, "validation.seq_len", config.validation.seq_len, want)
 
 
-def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the dump folder, its folders and its files exist or can be created."""
-    folder = Path(os.path.abspath(config.job.dump_folder))
+def check_folders(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the run's folders can be written: the first save may be hours away."""
+    folder = os.path.abspath(config.job.dump_folder)
     _check_folder(folder, "job.dump_folder", config.job.dump_folder)
-    profiling, metrics = config.profiling, config.metrics
-    written = {
-        "checkpoint.folder": config.checkpoint.enable,
-        "metrics.save_tb_folder": metrics.enable_tensorboard or metrics.enable_wandb,
-        "profiling.save_traces_folder": profiling.enable_profiling,
-        "profiling.save_memory_snapshot_folder": profiling.enable_memory_snapshot,
-        "comm.save_traces_folder": config.comm.trace_buf_size > 0,
-    }
-    for key in (key for key, used in written.items() if used):
-        value = operator.attrgetter(key)(config)
-        _check_folder(folder / user_path(value, key), key, value)
-    record = config.job.save_config_file
-    own = {*folders.RUN_FILES, *(operator.attrgetter(key)(config) for key in written)}
-    want = f"a file that the run does not write otherwise, such as {folders.RUN_CONFIG}"
-    fits = not record or os.path.normpath(folder / record) not in {
-        os.path.normpath(folder / name) for name in own
-    }
-    require(fits, "job.save_config_file", record, want)
-    for name in (HISTORY_FILE, config.job.save_config_file or folders.RUN_CONFIG):
-        path = folder / name
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            want = f"a folder in which {name} is a file to write to, which {path} is not"
-            raise ConfigError("job.dump_folder", config.job.dump_folder, want)
+    if config.checkpoint.enable:
+        name = config.checkpoint.folder
+        _check_folder(os.path.join(folder, name), "checkpoint.folder", name)
 
 
-def _check_folder(folder: Path, key: str, value: str) -> None:
+def _check_folder(folder: str, key: str, value: str) -> None:
     """Raise for a folder that cannot be created or written to."""
-    user_path(str(folder), key)
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    lets = "lets you make" if nearest.is_dir() else "does not block: it is a file"
-    fits = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    places = [Path(folder), *Path(folder).parents]
+    nearest = next(place for place in places if os.path.exists(place))
+    lets = "lets you make" if os.path.isdir(nearest) else "does not block: it is a file"
+    fits = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
     require(fits, key, value, f"a folder that {nearest} {lets}")
 
 
@@ -100,6 +66,9 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
         require(name in parts, "checkpoint.exclude_from_loading", name, want)
     if not checkpoint.enable:
         return
+    mode = checkpoint.async_mode
+    fits = device_type != "cpu" or mode != "async_with_pinned_mem"
+    require(fits, "checkpoint.async_mode", mode, "'disabled' or 'async' on a CPU")
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
     if step != -1 and not folders.is_complete(folders.step_folder(folder, step)):
@@ -114,8 +83,6 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
                 want += f"; in {parent} are the steps {', '.join(map(str, steps))}"
                 break
         raise ConfigError("checkpoint.initial_load_path", path, want)
-    fits, want = not in_hf or checkpoint.initial_load_model_only, "initial_load_model_only = true"
-    require(fits, "checkpoint.initial_load_in_hf", True, f"false, or checkpoint.{want}")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -129,8 +96,6 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
     flavors = get_train_spec(name).model_args
     require(flavor in flavors, "model.flavor", flavor, one_of(flavors, flavor))
     configured_args(config)
-    rank = config.low_rank.rank  # unused if both groups have a rank of their own
-    require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
 
 
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
@@ -152,11 +117,6 @@ def check_corpora(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.data.prepare import used_sections, wanted
     from torchtitan_lr.data.sources import Reader
 
-    workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
-    require(workers >= 0, key, workers, "0 or the worker processes of each rank")
-    place = tempfile.gettempdir()
-    want = f"a path of at most {_TEMPORARY_BYTES} bytes, or {key} = 0: workers have sockets there"
-    require(not workers or len(os.fsencode(place)) <= _TEMPORARY_BYTES, "TMPDIR", place, want)
     validation = config.validation
     files: dict[str, set[Path]] = {"training": set(), "validation": set()}
     for section in used_sections(config):
@@ -177,29 +137,19 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
     """Check the tokens of a run after `check_corpora`; prepare them if that was not done."""
     from torchtitan_lr.data.prepare import ensure_prepared, open_rows, used_sections
 
-    validation, used = config.validation, used_sections(config)
+    used = used_sections(config)
     ensure_prepared(config, *used)  # all that is missing is found before the first is prepared
     rows_of_model = configured_args(config).vocab_size
     _tell_empty_rows(config, rows_of_model)
     for section in used:
-        opened = open_rows(config, section)
-        for part in opened:
+        for part in open_rows(config, section):
             part.corpus.check_ids(rows_of_model)
-        for part in opened:
             if part.cut:
                 logger.warning(
                     "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have "
                     "no room for an answer and are left out",
                     *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
                 )
-        rows, batch = sum(map(len, opened)), validation.local_batch_size
-        batch *= data_ranks(config, world_size)
-        if section == "validation" and rows < batch:
-            logger.warning(
-                "The held-out part has %d sequences of %d tokens, fewer than a validation batch "
-                "of %d",
-                *(rows, validation.seq_len, batch),
-            )
 
 
 def _tell_empty_rows(config: Any, rows: int) -> None:
@@ -220,13 +170,10 @@ def _check_hub_tokens(config: Any, world_size: int) -> None:
     """Refuse a streamed dataset whose size would depend on the number of ranks."""
     from torchtitan_lr.data.prepare import wanted
 
-    training = config.training
-    sources = chain.from_iterable(part.sources for part in wanted(config))
-    limited = any(source.tokens for source in sources)
-    batch = global_batch_size(config, world_size)
+    training, batch = config.training, global_batch_size(config, world_size)
+    limited = any(source.tokens for part in wanted(config) for source in part.sources)
     if limited and not training.hf_tokens and batch > training.local_batch_size:
         tokens = (training.steps + 1) * batch * (training.seq_len + 1)
-        want = f"{tokens:,} tokens ({tokens}) as all steps read on {data_ranks(config, world_size)}"
-        want += f" data-parallel ranks, or training.global_batch_size = {batch}: what is prepared"
-        want += " of a streamed dataset does not depend on the ranks"
+        want = f"{tokens:,} tokens ({tokens}), which all steps read on these ranks, or training."
+        want += f"global_batch_size = {batch}: what is prepared does not depend on the ranks"
         require(training.global_batch_size > 0, "training.hf_tokens", 0, want)

@@ -12,51 +12,45 @@ The output of `show` is a TOML file. Behind each key is its origin:
 
     default         of this package or of torchtitan; "default of Muon": of that optimizer, also
                     where a file sets the rate of another one
-    flavor          of the model's size: model.flavor
     a TOML file     the one that sets it: CONFIG, or a file that it includes
     command line    an override
     warmup_ratio    warm-up, a share of the steps
     launcher        changed to fit the ranks: NGPU, or the GPUs of this machine
 
-Values of the flavor that no key can change are comments. A configuration that cannot run here is
-shown too, with the reason on stderr; its corpus is not read.
+The model that model.flavor and the keys give stands below, as comments. A configuration that
+cannot run here is shown too, with the reason on stderr; its corpus is not read.
 
 Exit status: 0, or 2 for an invalid configuration.
 """
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_toml
 from torchtitan_lr.config.parse import load_toml
 from torchtitan_lr.config.paths import shipped_configs
-from torchtitan_lr.config.schema import Model, Optimizer, Training, least_ranks
+from torchtitan_lr.config.schema import Model, Training, least_ranks
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the action, CONFIG and the options."""
     parser.takes_overrides = True
     parser.add_argument("action", choices=["list", "show"], help="list or show")
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="show: a TOML file, name or run"
-    )
+    shown = "show: a TOML file, name or run"
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=shown)
     parser.add_argument("--changed", action="store_true", help="show: leave out the defaults")
-    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list or the configuration; return the exit status."""
     if args.action == "list":
-        if args.config or args.overrides:
-            raise ConfigError("list", args.config or args.overrides[0], "nothing behind it")
-        rows = list_configs()
-        print(json.dumps(rows, indent=1) if args.json else list_as_text(rows))
+        given = [*filter(None, [args.config]), *args.overrides]
+        require(not given, "list", given, "nothing behind it")
+        print(list_as_text(list_configs()))
         return 0
     if args.config is None:
         raise ConfigError("CONFIG", "nothing", "a TOML file or a name of `list`")
@@ -70,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         shown, note = read_origins(args.config, args.overrides)
     if args.changed:
         shown = [setting for setting in shown if setting.origin != "default"]
-    print(json.dumps([asdict(s) for s in shown], indent=1) if args.json else as_toml(shown))
+    print(as_toml(shown))
     if note:
         print(note, file=sys.stderr)
     return 0
@@ -87,7 +81,6 @@ def list_configs() -> list[dict[str, Any]]:
                 "name": name,
                 "model": model.get("name", Model.name),
                 "flavor": model.get("flavor", Model.flavor),
-                "optimizer": toml.get("optimizer", {}).get("name", Optimizer.name),
                 "dataset": training.get("dataset", Training.dataset),
                 "ranks": least_ranks(toml.get("parallelism", {})),
                 "steps": training.get("steps"),
@@ -100,13 +93,5 @@ def list_configs() -> list[dict[str, Any]]:
 def list_as_text(rows: list[dict[str, Any]]) -> str:
     """Format the rows of `list_configs` as a table."""
     header = ("name", "model", "flavor", "dataset", "ranks", "steps", "description")
-    lines = []
-    for row in rows:
-        ranks, steps = str(row["ranks"]), "-" if row["steps"] is None else f"{row['steps']:,}"
-        names = [row["name"], row["model"], row["flavor"], row["dataset"]]
-        lines.append([*names, ranks, steps, row["description"]])
-    for i in (4, 5):  # the numbers: ranks and steps
-        width = max(len(line[i]) for line in [header, *lines])
-        for line in lines:
-            line[i] = line[i].rjust(width)
+    lines = [["-" if row[key] is None else str(row[key]) for key in header] for row in rows]
     return text_table(header, lines, left=len(header))

@@ -13,11 +13,11 @@ the same ranks and batches with AdamW under --plans; several CONFIGs stand besid
 Further arguments override the TOMLs, as in a run. All plans have the same activation checkpointing,
 "full" where full rank stands beside "low_rank".
 
-Weights, gradients, optimizer state and bytes are exact. Activations are counted by
-running uncompiled blocks on tensors without data ("working" is the additional memory of backward);
-"buffers" include FSDP's unsharded weights. The step time is a model, compared with published times
-in docs/results.md; "compute" is products and attention. With context parallelism both
-values of parallelism.cp_gather are compared.
+Weights, gradients, optimizer state and bytes are exact. Activations are counted by running
+uncompiled blocks on tensors without data, with a GPU's norms ("working" is the additional memory
+of backward); "buffers" include FSDP's unsharded weights. The step time is a model, compared with
+published times in docs/results.md; "compute" is products and attention. With context parallelism
+the other value of parallelism.cp_gather has a column.
 
 --hardware h100 has 400 Gbit/s a device between nodes; h100_400gbit has it a node of eight devices.
 
@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     hardware = load_hardware(args.hardware)
     # Late: wrong paths and numbers are reported without torch.
-    from torchtitan_lr.commands.estimate_plans import alternatives, read_plans
-    from torchtitan_lr.commands.estimate_report import as_text, estimate
+    from torchtitan_lr.commands.estimate_report import alternatives, as_text, estimate, read_plans
 
     names = [Path(path).stem for path in args.configs]
     want = "files of different names"

@@ -1,27 +1,92 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The estimate of a run as a dictionary and as a text table."""
+"""Estimates of runs that are compared, as a dictionary and as a text table."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.costs.described_run import Run, with_wire
-from torchtitan_lr.costs.gather_choice import GIB, gather_lines, gather_report
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.rank_memory import checkpoint_bytes, in_flight, rank_memory, rehearse_run
-from torchtitan_lr.costs.rehearsal import Rehearsal
-from torchtitan_lr.costs.step_time import fp32_seconds, step_time
+from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
+from torchtitan_lr.costs.rehearsal import rehearse_run
+from torchtitan_lr.costs.step_time import step_time
 from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic
-from torchtitan_lr.costs.work import work_of_run
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.plan_parts import TPSettings
+from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
 from torchtitan_lr.parallel.recompute import EAGER_MODES
 
-OWN = "counts as AdamW does, without what it sends itself"
-"""What an estimate says of an optimizer from outside the package."""
+FULL_RANK = "full"  # the alternative that is a family; ``auto`` selects its plan
+GIB = 2**30
+
+
+def read_plans(text: str) -> list[str]:
+    """Read names of alternatives, separated by commas, once the user's module is imported."""
+    # Models with lanes have one plan each, and full rank has its own.
+    known = [FULL_RANK, *(name for name, plan in PLANS.items() if plan.low_rank and not plan.lanes)]
+    plans = text.split(",")
+    for plan in plans:
+        if plan not in known:
+            raise ConfigError("--plans", plan, f"some of {', '.join(known)}")
+    return plans
+
+
+def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | ConfigError]]:
+    """Yield the run with the other ``parallelism.cp_gather``, if that is a choice, and under plans.
+
+    Under a plan the model is on the same ranks with the same batches and AdamW; or there is the
+    reason why it cannot have it. All have one mode of checkpointing: the run's, or ``full`` for
+    ``low_rank`` beside full rank, which has no latents to keep. A full-rank model is compared with
+    its flavor's CoLA model.
+    """
+    config, low = run.config, _low_rank(run)
+    other = "kv" if run.gather == "latents" else "latents"
+    if run.cp > 1 and _can_gather(other, run.args, run.settings, run.tp):
+        yield f"cp_gather={other}", replace(run, config=_gathering(config, other))
+    if FULL_RANK in plans and run.checkpointing == "low_rank":
+        section = replace(config.activation_checkpoint, mode="full")
+        config = replace(config, activation_checkpoint=section)
+        check_job_config(config, run.world, "cuda", on_paper=True)
+    dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")
+    for name in plans:
+        if name != FULL_RANK and not low.low_rank:
+            continue
+        plan, args = ("auto", dense) if name == FULL_RANK else (name, low)
+        try:
+            settings = resolve_settings(TPSettings(plan), args, run.tp, run.seq_len)
+        except ConfigError as error:
+            yield name, error
+            continue
+        # Some plans have no whole latents to gather.
+        gather = run.gather if _can_gather(run.gather, args, settings, run.tp) else "kv"
+        yield name, Run(_gathering(config, gather), run.world, args, settings, baseline=True)
+
+
+def _gathering(config: Any, gather: str) -> Any:
+    return replace(config, parallelism=replace(config.parallelism, cp_gather=gather))
+
+
+def _can_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: int) -> bool:
+    try:
+        check_gather(gather, args, settings, tp_degree)
+    except ConfigError:
+        return False
+    return True
+
+
+def _low_rank(run: Run) -> LlamaArgs:
+    """Return the run's low-rank model without lanes, which these plans do not have."""
+    args = replace(run.args, lanes=1, sync_fraction=1.0)
+    cola, flavor = FLAVORS["cola"], run.config.model.flavor
+    if args.low_rank or flavor not in tuple(cola):  # the file of a shape belongs to one family
+        return args
+    return replace(cola[flavor], max_seq_len=run.args.max_seq_len)
 
 
 def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[str, Any]:
@@ -34,27 +99,41 @@ def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[
     (name, first), *others = runs.items()
     assert isinstance(first, Run)
     columns: dict[str, Any] = {}
-    with _quiet():
-        report = _estimate(first, hardware, every_mode=True)
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)  # of the models that a rehearsal builds
+    try:
+        report = _column(first, hardware, every_mode=True)
         for other, run in others:
             if isinstance(run, ConfigError):
                 columns[other] = {"refused": str(run)}
             else:
-                columns[other] = _estimate(run, hardware, every_mode=False)
+                columns[other] = _column(run, hardware)
+    finally:
+        logging.disable(before)
     return {"name": name, "hardware": hardware.name, **report, "alternatives": columns}
 
 
-def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
+def _column(run: Run, hardware: Hardware, every_mode: bool = False) -> dict[str, Any]:
     rehearsal = rehearse_run(run)
-    traffic = [step_traffic(run, p, rehearsal) for p in range(run.pp)]
-    ranks = [_pipeline_rank(run, p, rehearsal, traffic[p]) for p in range(run.pp)]
-    heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
-    busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
+    ranks: list[dict[str, Any]] = []
     averaged = []
-    for pp_rank, rows in enumerate(traffic):
+    for pp_rank in range(run.pp):
+        rows = step_traffic(run, pp_rank, rehearsal)
         passes = [row for row in rows if row.pass_ != "optimizer"]
         averaged.append(passes + run.optimizer.mean_traffic(pp_rank))
-    time = step_time(run, averaged, hardware, work_of_run(run))
+        ranks.append(
+            {
+                "rank": pp_rank,
+                "stages": run.stages_of(pp_rank),
+                "units": list(run.units_of(pp_rank)),
+                "microbatches_in_flight": in_flight(run, pp_rank, rehearsal)[1],
+                "memory_bytes": rank_memory(run, pp_rank, rehearsal),
+                "comm_bytes": bytes_by_dim(rows, run.wire_dtypes),
+            }
+        )
+    heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
+    busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
+    time = step_time(run, averaged, hardware, rehearsal)
     tokens_per_s = run.tokens_per_step / time.total
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     report = {
@@ -68,130 +147,65 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         "checkpoint_bytes": checkpoint_bytes(run),
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
-    name, kinds = run.entry.name, run.optimizer.kinds_of_steps(busiest["rank"])
+    kinds: dict[str, dict[str, int]] = {}
+    for kind, rows in run.optimizer.kinds_of_steps(busiest["rank"]).items():
+        by_wire = {wire: bytes_by_dim(rows, with_wire(run, wire).wire_dtypes) for wire in WIRES}
+        kinds[kind] = {wire: _total(sizes) for wire, sizes in by_wire.items()}
     if kinds:
-        report["kinds_of_steps"] = _kinds_of_steps(run, kinds)
-    if run.optimizer.small_flops(busiest["rank"])[0]:
-        report["of_matrices"] = _of_matrices(run, busiest["rank"], hardware)
+        report["kinds_of_steps"] = {"name": run.entry.name, "bytes": kinds}
     if run.entry.cost is None:
-        report["own_optimizer"] = name
-    if run.cp > 1:
-        report["context"] = gather_report(run, busiest["rank"], hardware)
+        report["own_optimizer"] = run.entry.name
     if run.pp > 1:
         report["pipeline_ranks"] = ranks
     if every_mode:
-        report["activations_by_mode"] = _by_mode(run, heaviest["rank"], rehearsal)
+        report["activations_by_mode"] = _by_mode(run, heaviest["rank"])
     return report
 
 
-def _pipeline_rank(
-    run: Run, pp_rank: int, rehearsal: Rehearsal, traffic: list[Traffic]
-) -> dict[str, Any]:
-    units = run.units_of(pp_rank)
-    return {
-        "rank": pp_rank,
-        "stages": run.stages_of(pp_rank),
-        "units": list(units),
-        "microbatches_in_flight": in_flight(run, pp_rank, rehearsal)[1],
-        "memory_bytes": rank_memory(run, pp_rank, rehearsal),
-        "comm_bytes": bytes_by_dim(traffic, run.wire_dtypes),
-    }
-
-
-def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]]:
+def _by_mode(run: Run, pp_rank: int) -> dict[str, dict[str, int]]:
     """Return the bytes saved for backward, and backward's working memory, by checkpointing mode."""
     result = {}
     for mode in dict.fromkeys((*EAGER_MODES, run.checkpointing)):
-        if mode == "low_rank" and not run.args.low_rank:
-            continue
-        rehearsal = own if mode == run.checkpointing else rehearse_run(run, mode)
-        kept, _ = in_flight(run, pp_rank, rehearsal)
-        result[mode] = {"kept": kept, "working": rehearsal.working}
+        if mode != "low_rank" or run.args.low_rank:
+            rehearsal = rehearse_run(run, mode)
+            kept, _ = in_flight(run, pp_rank, rehearsal)
+            result[mode] = {"kept": kept, "working": rehearsal.working}
     return result
 
 
-def _kinds_of_steps(run: Run, kinds: Mapping[str, list[Traffic]]) -> dict[str, Any]:
-    """Return an optimizer's bytes by kind of step, dtype of gradients, dimension and operation."""
-    found: dict[str, Any] = {name: {} for name in kinds}
-    for wire in WIRES:
-        dtypes = with_wire(run, wire).wire_dtypes
-        for name, traffic in kinds.items():
-            found[name][wire] = bytes_by_dim(traffic, dtypes)
-    return {"name": run.entry.name, "bytes": found}
-
-
-def _of_matrices(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
-    """Return the numbers that an optimizer of matrices sends, and its products of (r, r)."""
-    sent = dict.fromkeys(("summed", "returned", "gathered"), 0)
-    for row in run.optimizer.traffic(pp_rank):
-        if row.role == "gram":
-            sent["returned" if row.op == "all_gather" else "summed"] += row.elements
-        elif row.role == "momentum":
-            sent["gathered"] += row.elements
-    whole, own = run.optimizer.small_flops(pp_rank)
-    return {
-        "name": run.entry.name,
-        "numbers": sent,
-        "small_flops": whole,
-        "small_flops_per_rank": own,
-        "small_seconds": fp32_seconds(own, hardware),
-    }
-
-
-def _total(comm_bytes: dict[str, dict[str, int]]) -> int:
+def _total(comm_bytes: Mapping[str, Mapping[str, int]]) -> int:
     return sum(size for ops in comm_bytes.values() for size in ops.values())
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress log messages of the models that a rehearsal builds."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def as_text(report: dict[str, Any], hardware: Hardware) -> str:
-    """Format the report as a table with one column per plan."""
+    """Format the report as a table with one column per run, and what is the first run's alone."""
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {report["name"]: report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
-    width = max(16, 2 + max(map(len, columns)))
-    lines = [f"{report['hardware']:44}" + "".join(f"{name:>{width}}" for name in columns)]
-    for name, cells in _rows(list(columns.values())):
-        lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
-    lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
+    rows = [[name, *cells] for name, cells in _rows([*columns.values()])]
+    lines = [text_table([report["hardware"], *columns], rows), ""]
+    lines.append("activations by checkpointing mode: kept + at work in backward (GiB)")
     for mode, sizes in report["activations_by_mode"].items():
         lines.append(f"  {mode:14}{sizes['kept'] / GIB:10,.2f} +{sizes['working'] / GIB:8,.2f}")
     for rank in report.get("pipeline_ranks", []):
-        lines.append(_rank_line(rank))
-    if "context" in report:
-        lines += gather_lines(report["context"])
+        ends = [name for name in rank["units"] if not name.startswith("block")]
+        parts = [f"stages {rank['stages']}", f"{len(rank['units']) - len(ends)} blocks", *ends]
+        lines.append(
+            f"pipeline rank {rank['rank']}: {', '.join(parts)}; {rank['microbatches_in_flight']} "
+            f"micro-batches in flight, {rank['memory_bytes']['peak'] / GIB:,.2f} GiB, "
+            f"{_total(rank['comm_bytes']) / GIB:,.3f} GiB sent"
+        )
     kinds = report.get("kinds_of_steps", {"bytes": {}})
     for kind, by_wire in kinds["bytes"].items():
-        sizes = [f"{_total(dims) / GIB:,.3f} in {wire}" for wire, dims in by_wire.items()]
+        sizes = [f"{size / GIB:,.3f} in {wire}" for wire, size in by_wire.items()]
         lines.append(f"{kinds['name']}, {kind} step (GiB): {', '.join(sizes)}")
-    if "of_matrices" in report:
-        lines.append(_matrices_line(report["of_matrices"]))
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     for name, column in columns.items():
-        if "own_optimizer" in column:
-            lines.append(f"{name}: {column['own_optimizer']} {OWN}")
+        if own := column.get("own_optimizer"):
+            lines.append(f"{name}: {own} counts as AdamW does, without what it sends itself")
         if column["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
             lines.append(f"{name}: does not fit into {hardware.memory_gib:g} GiB")
     return "\n".join(lines)
-
-
-def _matrices_line(cost: dict[str, Any]) -> str:
-    millions = {kind: f"{count / 1e6:,.1f} M" for kind, count in cost["numbers"].items()}
-    return (
-        f"{cost['name']}, per step: {millions['summed']} numbers of Gram matrices summed, "
-        f"{millions['returned']} of Q returned, {millions['gathered']} of momenta gathered; "
-        f"{cost['small_flops_per_rank'] / 1e12:.2f} of {cost['small_flops'] / 1e12:.2f} TFLOP of "
-        f"r x r products in fp32 on each rank, {1e3 * cost['small_seconds']:.1f} ms (modelled)"
-    )
 
 
 def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
@@ -209,10 +223,8 @@ def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
         yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
     for wire in WIRES:
-        cells = []
-        for column in columns:
-            size = column["gradient_bytes"].get(wire)
-            cells.append("-" if size is None else _number(size / GIB))
+        sizes = [c["gradient_bytes"].get(wire) for c in columns]
+        cells = ["-" if size is None else _number(size / GIB) for size in sizes]
         yield f"gradients, if in {wire} (GiB per step)", cells
     sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
     yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
@@ -224,14 +236,3 @@ def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
 
 def _number(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
-
-
-def _rank_line(rank: dict[str, Any]) -> str:
-    blocks = sum(name.startswith("block") for name in rank["units"])
-    ends = [name for name in rank["units"] if not name.startswith("block")]
-    return (
-        f"pipeline rank {rank['rank']}: stages {rank['stages']}, {blocks} blocks"
-        f"{''.join(f', {name}' for name in ends)}; {rank['microbatches_in_flight']} micro-batches "
-        f"in flight, {rank['memory_bytes']['peak'] / GIB:,.2f} GiB, "
-        f"{_total(rank['comm_bytes']) / GIB:,.3f} GiB sent"
-    )

@@ -12,126 +12,65 @@ llama_svd) becomes one; others bring their code, to be loaded with trust_remote_
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.folders import is_free, unfinished
-from torchtitan_lr.commands.parser import OneLineParser, add_extension
-from torchtitan_lr.errors import ConfigError, escaped
+from torchtitan_lr.checkpoints.folders import unfinished
+from torchtitan_lr.commands.parser import OneLineParser, check_out
+from torchtitan_lr.errors import ConfigError, escaped, require
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint, the output folder and the options."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        type=Path,
-        help="a run's folder (its newest step), or .../checkpoint/step-100",
-    )
-    add_out(parser)
+    parser.add_shared("checkpoint", "out", "--experimental.custom_import")
     parser.add_argument(
         "--format", choices=["factored", "hf"], default="factored", help="names of the weights"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
-    add_extension(parser)
-    parser.add_argument(
-        "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
-    )
-    parser.add_argument(
-        "--license", default="", help="licence for the model card, such as apache-2.0"
-    )
-
-
-def add_out(parser: OneLineParser) -> None:
-    """Add the output folder: the second argument, or ``--out``."""
-    parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder")
-    parser.add_argument("--out", dest="out_option", metavar="OUT", type=Path, help="the same")
-
-
-def check_out(args: argparse.Namespace) -> None:
-    """Set ``args.out`` to the output folder.
-
-    Raises:
-        ConfigError: There is none, or two, or it is not empty.
-    """
-    if (args.out is None) == (args.out_option is None):
-        raise ConfigError("OUT", args.out and str(args.out), "one folder to write into")
-    args.out = args.out or args.out_option
-    if not is_free(args.out):
-        raise ConfigError("OUT", str(args.out), "a folder that is empty or new")
+    kept = "hf: keep the factors of llama_svd too"
+    parser.add_argument("--keep_factors", action="store_true", help=kept)
+    parser.add_argument("--license", default="", help="of the model card, such as apache-2.0")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the export; return the exit status."""
-    check_out(args)
-    export(args)
-    print(escaped(f"{args.checkpoint} ({args.format}) -> {args.out}"))
-    return 0
-
-
-def export(args: argparse.Namespace) -> None:
-    """Load, convert, write.
-
-    Raises:
-        ConfigError: The checkpoint cannot be read, converted or written.
-    """
+    """Load, convert and write; return the exit status."""
+    check_out(args.out, "OUT")
     import torch
 
     from torchtitan_lr.config.build import import_extension
+    from torchtitan_lr.hf import export
     from torchtitan_lr.hf.card import Kind, write_card
-    from torchtitan_lr.hf.export import (
-        check_hf_exportable,
-        export_factored,
-        export_hf,
-        is_hf_llama,
-    )
-    from torchtitan_lr.training.loading import (
-        build_model_args,
-        find_step,
-        load_weights,
-        read_run_config,
-    )
+    from torchtitan_lr.training import loading
 
     import_extension(args.custom_import)
-    args.checkpoint = find_step(args.checkpoint)
-    config = read_run_config(args.checkpoint)
-    model_args = build_model_args(config)
+    step = loading.find_step(args.checkpoint)
+    config = loading.read_run_config(step)
+    model_args = loading.build_model_args(config)
+    for_hf = args.format == "hf"
+    want = "--format hf; 'factored' always keeps them"
+    require(for_hf or not args.keep_factors, "--keep_factors", args.format, want)
     kind: Kind = "factored"
-    if args.format == "hf":
-        check_hf_exportable(model_args, args.keep_factors)
-        kind = "llama" if is_hf_llama(model_args, args.keep_factors) else "coded"
-    elif args.keep_factors:
-        want = "--format hf; 'factored' always keeps them"
-        raise ConfigError("--keep_factors", args.format, want)
+    if for_hf:
+        export.check_hf_exportable(model_args, args.keep_factors)
+        kind = "llama" if export.is_hf_llama(model_args, args.keep_factors) else "coded"
     assets = config.model.hf_assets_path
-    tokenizer = _tokenizer(assets, model_args)
-    weights = load_weights(args.checkpoint, model_args, assets if tokenizer else "")
+    tokenizer = loading.load_tokenizer(assets, model_args)
+    weights = loading.load_weights(step, model_args, assets)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
         with unfinished(args.out) as aside:
-            if args.format == "hf":
-                export_hf(model_args, weights, aside, dtype, args.keep_factors)
+            if for_hf:
+                export.export_hf(model_args, weights, aside, dtype, args.keep_factors)
             else:
-                export_factored(model_args, weights, aside, dtype)
-            if tokenizer is not None:
-                _add_tokenizer(tokenizer, aside, model_args.max_seq_len)
-            write_card(model_args, config, args.checkpoint, aside, kind, args.license)
+                export.export_factored(model_args, weights, aside, dtype)
+            _add_tokenizer(tokenizer, aside, model_args.max_seq_len)
+            write_card(model_args, config, step, aside, kind, args.license)
     except OSError as error:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
-    if tokenizer is None:
-        print(escaped(f"no tokenizer in {assets}: exported without one"), file=sys.stderr)
-
-
-def _tokenizer(assets: str, model_args: Any) -> Any:
-    """Return a run's tokenizer; None if it is no longer there."""
-    from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
-    from torchtitan_lr.training.loading import load_tokenizer
-
-    there = (resolve_assets_path(assets) / HF_FILE).is_file()
-    return load_tokenizer(assets, model_args) if there else None
+    print(escaped(f"{step} ({args.format}) -> {args.out}"))
+    return 0
 
 
 def _add_tokenizer(tokenizer: Any, out: Path, length: int) -> None:

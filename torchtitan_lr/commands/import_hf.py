@@ -21,49 +21,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.export import add_out, check_out
-from torchtitan_lr.commands.parser import (
-    OneLineParser,
-    add_extension,
-    add_text_column,
-    check_at_least,
-)
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_out
+from torchtitan_lr.console.tables import named_values
 from torchtitan_lr.errors import escaped
-
-DTYPES = ("float32", "bfloat16")
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the folders and the options."""
-    parser.add_argument(
-        "folder", metavar="DIR", help="a Hugging Face LLaMA (a folder, OWNER/NAME), or an export"
-    )
-    add_out(parser)
+    where = "a Hugging Face LLaMA (a folder, OWNER/NAME), or an export"
+    parser.add_argument("folder", metavar="DIR", help=where)
+    parser.add_shared("out", "--text_column", "--device", "--experimental.custom_import", "--json")
     parser.add_argument("--family", help="full or svd; default: the model's own")
     parser.add_argument("--rank", type=int, help="svd: rank of every factorised linear")
-    parser.add_argument(
-        "--calibration",
-        metavar="PATH",
-        help="svd: text (.txt, .jsonl, .parquet) whose activations weigh the errors; or cpython",
-    )
-    parser.add_argument(
-        "--calibration_tokens", type=int, default=65536, help="tokens of it to read at most"
-    )
-    add_text_column(parser)
+    text = "svd: text (.txt, .jsonl, .parquet) whose activations weigh the errors; or cpython"
+    parser.add_argument("--calibration", metavar="PATH", help=text)
+    parser.add_argument("--calibration_tokens", type=int, default=65536, help="of it at most")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer; default: DIR")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="precision written; default: the files', at least float32"
-    )
-    parser.add_argument(
-        "--device", default="", help="svd: where to compute; default: cuda where there is one"
-    )
-    add_extension(parser)
-    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
+    precision = "precision written; default: the files', at least float32"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=precision)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint; return the exit status."""
-    check_out(args)
+    check_out(args.out, "OUT")
     check_at_least(args, calibration_tokens=1)
     from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.import_hf import import_folder
@@ -71,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     import_extension(args.custom_import)
     report = (lambda matrix: None) if args.json else print_matrix
     result = import_folder(args, report, lambda text: print(escaped(text), file=sys.stderr))
-    print(json.dumps(result, indent=2) if args.json else as_text(result, args.custom_import))
+    told = named_values(summary(result, args.custom_import))
+    print(json.dumps(result, indent=2) if args.json else told)
     return 0
 
 
@@ -84,15 +65,13 @@ def print_matrix(matrix: Any) -> None:
     print(line, flush=True)
 
 
-def as_text(result: dict[str, Any], custom_import: str | None) -> str:
-    """Format the result of `hf.import_hf.import_folder`, with the command that trains it."""
-    lines = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
+def summary(result: dict[str, Any], custom_import: str | None) -> dict[str, Any]:
+    """Return what is told of the result of `import_folder`, with the command that trains it."""
+    told: dict[str, Any] = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
     for key in ("error", "weighted_error"):
         errors = [row[key] for row in result["matrices"] if row[key] is not None]
-        if errors:
-            lines["mean " + key.replace("_", " ")] = f"{sum(errors) / len(errors):.4f}"
-    lines["checkpoint"] = result["checkpoint"]
-    lines["train it"] = f"torchtitan-lr train {result['config']}"
+        told[f"mean_{key}"] = sum(errors) / len(errors) if errors else None
+    command = f"torchtitan-lr train {result['config']}"
     if custom_import:
-        lines["train it"] += f" --experimental.custom_import={custom_import}"
-    return "\n".join(f"{name:<21}{escaped(value)}" for name, value in lines.items())
+        command += f" --experimental.custom_import={custom_import}"
+    return told | {"checkpoint": result["checkpoint"], "train_it": command}

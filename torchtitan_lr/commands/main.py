@@ -58,35 +58,20 @@ def parser_of(name: str) -> OneLineParser:
     return parser
 
 
-def version() -> str:
-    """Return the versions of this package and of torch, from their metadata."""
-    found = []
-    for name in ("torchtitan_lr", "torch"):
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{name} (not installed)")
-    return ", ".join(found)
-
-
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return its status, 2 for invalid arguments, 1 for a run that failed."""
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0].startswith("-"):
-        usage = "%(prog)s COMMAND [...]"
-        parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, usage=usage)
-        parser.add_argument("--version", action="version", version=version())
-        commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-        for name in COMMANDS:
-            summary = (module_of(name).__doc__ or "").partition("\n")[0].removesuffix(".")
-            commands.add_parser(name, help=summary, add_help=False)
-        parser.parse_args(argv[:1] or ["--help"])
-        raise ConfigError("COMMAND", argv[0], f"a command of `{PROGRAM} --help`")
-    name, *rest = argv
-    status: int = module_of(name).run(parser_of(name).parse_args(rest))
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if not name.startswith("-"):
+        status: int = module_of(name).run(parser_of(name).parse_args(rest))
+        return status
+    parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, usage="%(prog)s COMMAND [...]")
+    parser.add_argument("--version", action="store_true", help="print the versions, and end")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        summary = (module_of(command).__doc__ or "").partition("\n")[0].removesuffix(".")
+        commands.add_parser(command, help=summary, add_help=False)
+    if not parser.parse_args([name]).version:
+        raise ConfigError("COMMAND", name, f"a command of `{PROGRAM} --help`")
+    print(*(f"{name} {metadata.version(name)}" for name in ("torchtitan_lr", "torch")), sep=", ")
+    return 0

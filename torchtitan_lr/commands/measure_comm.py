@@ -7,31 +7,24 @@ CONFIG is a TOML file or a shipped name; further arguments override it. The step
 of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs). Elements are those
 of the logical tensor, once per call. Equal decoder blocks are shown as one, `block`. The scalars of
 the scope `step` (clipping, logging) have no formula; collectives that activation checkpointing
-repeats are counted by running the model on tensors without data. A message over two mesh dimensions
-has both names, `fsdp_tp`. The last lines have the formulas' bytes of gradients between
-data-parallel ranks, in an average step, if they travelled in float32 and in bfloat16.
-"Overlapped MFLOP" are the products that a rank issues between the start of a collective and its
-wait, the least and the most of a block if blocks differ, rated as on a device.
+repeats are counted by running blocks on tensors without data. A message over two mesh dimensions
+has both names, `fsdp_tp`. "Overlapped MFLOP" are the products that a rank issues between the start
+of a collective and its wait, the least and the most of a block if blocks differ, rated as on a
+device.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
-from dataclasses import replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.start import place_run, report_from_rank, run_on_ranks
-
-if TYPE_CHECKING:
-    from torchtitan_lr.costs.described_run import Run
+from torchtitan_lr.errors import one_of, require
+from torchtitan_lr.experiments.start import place_run, report_from_rank, run_on_ranks
 
 QUIET = [
     "--training.steps=1",
@@ -65,46 +58,46 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
 
 def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge equal blocks into one, with the least and the most FLOPs that overlap."""
+    from torchtitan_lr.ledger.ledger import reading_order
+
     whole = [row | {"most_overlapped_flops": row["overlapped_flops"]} for row in table]
-    blocks: dict[str, list[dict[str, Any]]] = {}
-    compared: dict[str, list[dict[str, Any]]] = {}
+    blocks = {row["scope"] for row in whole if row["scope"].startswith("block ")}
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in whole:
-        if row["scope"].startswith("block "):
-            same = {key: value for key, value in row.items() if key not in ("scope", *OVERLAP)}
-            blocks.setdefault(row["scope"], []).append(row)
-            compared.setdefault(row["scope"], []).append(same)
-    first, *others = compared.values() or [[]]
-    if not first or any(other != first for other in others):
+        if row["scope"] in blocks:
+            kind = tuple(value for key, value in row.items() if key not in ("scope", *OVERLAP))
+            kinds.setdefault(kind, []).append(row)
+    if any(len(rows) != len(blocks) for rows in kinds.values()):
         return whole
-    merged = []
-    for rows in zip(*blocks.values(), strict=True):
+    merged = [row for row in whole if row["scope"] not in blocks]
+    for rows in kinds.values():
         flops = [row["overlapped_flops"] for row in rows]
         ends = {"overlapped_flops": min(flops), "most_overlapped_flops": max(flops)}
         merged.append(rows[0] | {"scope": "block"} | ends)
-    place = next(i for i, row in enumerate(whole) if row["scope"] in blocks)
-    rest = [row for row in whole[place:] if row["scope"] not in blocks]
-    return [*whole[:place], *merged, *rest]
+    return sorted(merged, key=reading_order)
 
 
-def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:
+def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     """Run one step on all ranks of this machine and compare the counts with the formulas."""
-    from torchtitan_lr.costs.comparison import compare
     from torchtitan_lr.costs.described_run import read_run
-    from torchtitan_lr.costs.rank_memory import repeated_by_block
-    from torchtitan_lr.costs.step_traffic import step_traffic
+    from torchtitan_lr.costs.rehearsal import rehearse_run
+    from torchtitan_lr.costs.step_traffic import compare, step_traffic
+    from torchtitan_lr.parallel.recompute import EAGER_MODES
 
     with TemporaryDirectory() as folder:  # the configuration's own may have a run
         placed = place_run([*arguments, f"--job.dump_folder={folder}"])
     config, ranks = placed.config, placed.environment.ranks
-    if config.parallelism.pipeline_parallel_degree > 1:
-        key = "parallelism.pipeline_parallel_degree"
-        raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this command")
+    degree = config.parallelism.pipeline_parallel_degree
+    require(degree == 1, "parallelism.pipeline_parallel_degree", degree, "1 for this command")
     run = read_run(config, ranks)
+    # Only the compiler knows what its own mode repeats.
+    known = run.tp == 1 or run.checkpointing in EAGER_MODES
+    want = one_of(EAGER_MODES, run.checkpointing)
+    require(known, "activation_checkpoint.mode", run.checkpointing, want)
+    rehearsal = rehearse_run(run) if run.tp > 1 and run.checkpointing != "none" else None
     # The collectives of an optimizer over the replicas are in the scope `step`.
-    expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
-    expected += repeated_by_block(run)
-    rows = run_on_ranks(__name__, placed.arguments, ranks)
-    return compare(rows, expected, run.wire_dtypes), run
+    expected = [row for row in step_traffic(run, 0, rehearsal) if row.scope != "step"]
+    return compare(run_on_ranks(__name__, placed.arguments, ranks), expected, run.wire_dtypes)
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -116,15 +109,12 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the step and print the comparison; return the exit status."""
-    table, paper = run_ranks([f"--job.config_file={args.config}", *args.overrides, *QUIET])
-    from torchtitan_lr.costs.comparison import differences
+    table = run_ranks([f"--job.config_file={args.config}", *args.overrides, *QUIET])
+    from torchtitan_lr.costs.step_traffic import differences
 
     rows = one_block(table)
-    if args.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        print(as_text(rows), total_as_text(table), gradients_as_text(paper), sep="\n\n")
-    return 1 if any(differences(table)) else 0
+    print(json.dumps(rows, indent=1) if args.json else f"{as_text(rows)}\n\n{total(table)}")
+    return 1 if differences(table) else 0
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
@@ -143,28 +133,13 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     return text_table(header, lines, left=5)
 
 
-def total_as_text(table: list[dict[str, Any]]) -> str:
+def total(table: list[dict[str, Any]]) -> str:
     """Say how many bytes rank 0 passes to collectives in the step: those of blocks, and others."""
     blocks = {row["scope"] for row in table if row["scope"].startswith("block ")}
     whole = sum(row["bytes"] for row in table)
     inside = sum(row["bytes"] for row in table if row["scope"] in blocks)
     parts = f"{len(blocks)} blocks {inside / 1e6:.2f} MB, the rest {(whole - inside) / 1e6:.2f} MB"
     return f"total per step of rank 0: {whole / 1e6:.2f} MB ({parts})"
-
-
-def gradients_as_text(run: Run) -> str:
-    """Format the bytes of a run's gradients in an average step, and AdamW's, by wire dtype."""
-    from torchtitan_lr.costs.step_traffic import WIRES, gradient_bytes
-
-    adamw = replace(run, baseline=True)
-    sizes = {
-        "as configured": gradient_bytes(run, 0),
-        "AdamW, uncompressed": gradient_bytes(adamw, 0),
-    }
-    lines = []
-    for name, sent in sizes.items():
-        lines.append([name, *(str(sent.get(wire, "-")) for wire in WIRES)])
-    return text_table(["gradients, bytes per step", *WIRES], lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a run would use: every key of its configuration with its value and its origin."""
 
-import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,15 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import shown_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
-from torchtitan_lr.launch.machines import check_machines
-from torchtitan_lr.launch.placement import place
+from torchtitan_lr.launch.placement import check_machines, place
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan.base import drop_marker
 
-DEFAULT, FLAVOR, SHARE = "default", "flavor", "warmup_ratio"
+DEFAULT, SHARE, MODEL = "default", "warmup_ratio", "model"
 COMMAND_LINE, LAUNCHER, RUN = "command line", "launcher", "run"
 
-_SHAPE = "model."  # prefix of the flavor's values that are no keys, such as ``model.dim``
-
-_CONFIGURED = (
-    *("family", "vocab_size", "max_seq_len", "rank_", "activation", "lax_gate", "init_seed"),
-    *("lanes", "sync_fraction", "backward_sum"),
-)
-"""Beginnings of a model's arguments that keys set."""
+_ARGS = "args."  # prefix of the model's arguments, which are no keys
 
 
 @dataclass(frozen=True)
@@ -41,29 +33,22 @@ class Setting:
     """One value of a run."""
 
     key: str  # the dotted key
-    value: Any  # what the run uses; for a key that leaves its value to the flavor, the flavor's
-    origin: str  # `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER`, `RUN` or the TOML file
-    # Whether a TOML file can set it; False for a value that only the flavor has
-    is_key: bool = True
+    value: Any  # what the run uses
+    origin: str  # `DEFAULT`, `SHARE`, `MODEL`, `COMMAND_LINE`, `LAUNCHER`, `RUN` or the TOML file
 
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
     """Read a configuration as a run on this machine would; a note says what does not run here."""
     arguments = [f"--{parse.CONFIG_FILE_KEY}={config}", *overrides]
-    built = build_job_config(arguments)
-    origins: dict[str, str] = {}
-    files, given, name = (
-        parse.toml_files(built.job.config_file),
-        _set_by(arguments),
-        built.optimizer.name,
-    )
-    named = name if "optimizer.name" in given else None
-    kept = with_own_rates([*files.values()], named)
-    for (file, values), own in zip(files.items(), kept, strict=True):
-        origins |= dict.fromkeys(set(_leaves(values)) - set(_leaves(own)), f"{DEFAULT} of {name}")
-        origins |= dict.fromkeys(_leaves(own), shown_config(file))
-    for key in ENTRIES[name].defaults:
-        origins.setdefault(key, f"{DEFAULT} of {name}")
+    built, given = build_job_config(arguments), _set_by(arguments)
+    name = built.optimizer.name
+    origins = dict.fromkeys(ENTRIES[name].defaults, f"{DEFAULT} of {name}")
+    files = parse.toml_files(built.job.config_file)
+    tables = with_own_rates([*files.values()], name if "optimizer.name" in given else None)
+    for (file, values), own in zip(files.items(), tables, strict=True):
+        # Rates of another optimizer are in a file, and not among its own.
+        origins |= dict.fromkeys(_flat(values), f"{DEFAULT} of {name}")
+        origins |= dict.fromkeys(_flat(own), shown_config(file))
     origins |= dict.fromkeys(given, COMMAND_LINE)
     if built.lr_scheduler.warmup_ratio >= 0:
         origins["lr_scheduler.warmup_steps"] = SHARE
@@ -77,8 +62,9 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     except ConfigError as error:
         note = f"note: it does not run here: {error}"
     check_model(built, 1, "cpu")
-    found = [Setting(key, value, origins.get(key, DEFAULT)) for key, value in _values(built)]
-    return _with_flavor(found, built), note
+    values = _flat(built.to_dict())
+    found = [Setting(key, value, origins.get(key, DEFAULT)) for key, value in values.items()]
+    return found + _model_of(built), note
 
 
 def read_run(folder: Path) -> tuple[list[Setting], str]:
@@ -91,15 +77,14 @@ def read_run(folder: Path) -> tuple[list[Setting], str]:
     except (DamagedError, OSError, ValueError) as error:
         want = f"the folder of a run, with {RUN_CONFIG}, or of a step, with {STEP_FILE} ({error})"
         raise ConfigError("CONFIG", str(folder), want) from error
-    built, usual = build_job_config([], record), dict(_values(config_class()()))
+    built, usual = build_job_config([], record), _flat(config_class()().to_dict())
     found = []
-    for key, value in _values(built):
-        found.append(Setting(key, value, DEFAULT if value == usual[key] else RUN))
-    changes = [
-        f"after step {entry.pop('after_step')}: {described(entry)}"
-        for entry in record.get(CHANGES, [])
-    ]
-    return _with_flavor(found, built), f"note: changed {'; '.join(changes)}" if changes else ""
+    for key, value in _flat(built.to_dict()).items():
+        found.append(Setting(key, value, DEFAULT if value == usual.get(key) else RUN))
+    changes = []
+    for entry in record.get(CHANGES, []):
+        changes.append(f"after step {entry.pop('after_step')}: {described(entry)}")
+    return found + _model_of(built), f"note: changed {'; '.join(changes)}" if changes else ""
 
 
 def as_toml(settings: Sequence[Setting]) -> str:
@@ -109,76 +94,39 @@ def as_toml(settings: Sequence[Setting]) -> str:
     for setting in settings:
         table, _, name = setting.key.rpartition(".")
         if table != section:
-            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+            title = "# the model that these keys give" if setting.origin == MODEL else f"[{table}]"
+            lines += ["", title] if lines else [title]
             section = table
-        said = setting.is_key and setting.value is not None and setting.origin != SHARE
-        comment = "" if said else "# "
-        lines.append(f"{f'{comment}{name} = {_text(setting.value)}':<55} # {setting.origin}")
+        is_comment = setting.value is None or setting.origin in (SHARE, MODEL)
+        text = f"{'# ' * is_comment}{name} = {_text(setting.value)}"
+        lines.append(text if setting.origin == MODEL else f"{text:<55} # {setting.origin}")
     return "\n".join(lines)
 
 
-def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of nested tables."""
+def _model_of(config: Any) -> list[Setting]:
+    """Return the arguments of the model that a configuration has, by its flavor and its keys."""
+    args = llama_args(config)  # None for another package's model
+    values = {} if args is None else drop_marker(asdict(args))
+    return [Setting(_ARGS + name, value, MODEL) for name, value in values.items()]
+
+
+def _set_by(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of overrides by their keys; ``--a.no_b`` sets ``a.b``."""
+    overrides = parse.split_arguments(list(arguments))
+    return _flat(parse.apply_overrides({}, overrides, config_class()))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted key; sub-tables follow a table's own keys."""
+    found = {prefix + name: value for name, value in table.items() if not isinstance(value, dict)}
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _set_by(arguments: Sequence[str]) -> list[str]:
-    """Return the keys that overrides set; ``--a.no_b`` sets ``a.b``."""
-    return list(
-        _leaves(parse.apply_overrides({}, parse.split_arguments(list(arguments)), config_class()))
-    )
-
-
-def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a configuration with their values; sub-sections follow a section's keys."""
-    inner = []
-    for option in dataclasses.fields(section):
-        value = getattr(section, option.name)
-        if dataclasses.is_dataclass(value):
-            inner.append((value, f"{prefix}{option.name}."))
-        else:
-            yield prefix + option.name, value
-    for value, name in inner:
-        yield from _values(value, name)
-
-
-def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
-    """Replace what is left to the flavor by its values, and add those that no key can change."""
-    args = llama_args(config)
-    if args is None:
-        return settings
-    by_key = {setting.key: setting for setting in settings}
-    taken = {"model.vocab_size": args.vocab_size, "low_rank.activation": args.activation}
-    if not args.low_rank:
-        del taken["low_rank.activation"]
-    for group in ("attention", "ffn") if args.low_rank else ():
-        taken[f"low_rank.rank_{group}"] = getattr(args, f"rank_{group}")
-    common = by_key["low_rank.rank"]
-    for key, value in taken.items():
-        if by_key[key].value in (0, "flavor"):
-            shared = key.startswith("low_rank.rank_") and common.value
-            by_key[key] = Setting(key, value, common.origin if shared else FLAVOR)
-    shape = {_SHAPE + name: value for name, value in drop_marker(asdict(args)).items()}
-    found: list[Setting] = []
-    for setting in by_key.values():
-        found.append(setting)
-        if setting.key == [key for key in by_key if key.startswith(_SHAPE)][-1]:
-            found += [
-                Setting(key, value, FLAVOR, is_key=False)
-                for key, value in shape.items()
-                if not key.removeprefix(_SHAPE).startswith(_CONFIGURED)
-            ]
+            found |= _flat(value, f"{prefix}{name}.")
     return found
 
 
 def _text(value: Any) -> str:
     """Return a value as TOML; None, which is shown in comments only, as JSON."""
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, (list, tuple)):

@@ -2,8 +2,8 @@
 """Argument parsing and errors of all subcommands.
 
 The checkpoint or the TOML file is the first argument, ``--section.key=value`` overrides the TOML,
-``--out`` is the output path, ``--json`` prints data instead of a table. ``--help`` shows every
-default. An error is one line, ``error: ...``, with status 2.
+OUT or ``--out`` is the output path, ``--json`` prints data. ``--help`` shows every default. An
+error is one line, ``error: ...``, with status 2.
 """
 
 import argparse
@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_lr.checkpoints.folders import is_free
 from torchtitan_lr.config.paths import find_config, near_configs, user_path
-from torchtitan_lr.errors import ConfigError, describe_error, escaped
+from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -80,6 +81,27 @@ def _path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"got {error.got!r}, expected {error.want}") from error
 
 
+SHARED: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "CONFIG", "help": "a TOML file, or a shipped name"},
+    "checkpoint": {
+        "metavar": "CHECKPOINT",
+        "type": Path,
+        "help": "a run's folder (its newest step), .../checkpoint/step-100, or an export",
+    },
+    "out": {"metavar": "OUT", "type": Path, "help": "a new or empty folder"},
+    "--text_column": {"default": "text", "help": "key of the text in .jsonl, .parquet and the Hub"},
+    "--device": {"default": "", "help": "default: cuda where there is one, else cpu"},
+    "--experimental.custom_import": {
+        "dest": "custom_import",
+        "metavar": "MODULE",
+        "help": "a module of your own that registers the model's family or plan; what a run's "
+        "record names is never imported",
+    },
+    "--json": {"action": "store_true", "help": "print JSON instead"},
+}
+"""Arguments of several commands."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose help shows every default and whose errors are one line with status 2."""
 
@@ -93,12 +115,16 @@ class OneLineParser(argparse.ArgumentParser):
         """Add an argument as in `argparse`; its help ends with the default, if any."""
         if options.get("type") is Path:
             options["type"] = _path
-        default, text = options.get("default"), options.get("help") or ""
-        empty = default is None or default is False or default in ("", [], argparse.SUPPRESS)
+        default, text = options.get("default"), options.get("help", "")
+        empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not empty and text is not argparse.SUPPRESS and "default" not in text:
-            shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
-            options["help"] = f"{text} (default: {shown.replace('%', '%%')})".lstrip()
+            options["help"] = f"{text} (default: {default})"
         return super().add_argument(*names, **options)
+
+    def add_shared(self, *names: str) -> None:
+        """Add some of `SHARED`."""
+        for name in names:
+            self.add_argument(name, **SHARED[name])
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -123,39 +149,31 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {escaped(message)}\n")
 
 
-def refuse_torchrun() -> None:
-    """Refuse several ranks, for commands that read a model in one process.
+def check_out(out: Path, key: str) -> None:
+    """Refuse an output folder that holds something."""
+    require(is_free(out), key, str(out), "a folder that is empty or new")
+
+
+def begin_model(args: argparse.Namespace) -> None:
+    """Import the module of ``--experimental.custom_import``, in the only process.
 
     Raises:
-        ConfigError: torchrun started this process.
+        ConfigError: torchrun started this process, or the module cannot be imported.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("torchrun", "several ranks", "one process; to serve a model, export it")
+    from torchtitan_lr.config.build import import_extension
+
+    import_extension(args.custom_import)
 
 
-def add_text_column(parser: OneLineParser) -> None:
-    """Add ``--text_column``, for commands that read text by its path."""
-    parser.add_argument(
-        "--text_column", default="text", help="key of the text in .jsonl and .parquet"
-    )
-
-
-def add_extension(parser: OneLineParser) -> None:
-    """Add ``--experimental.custom_import``, for commands that read a run or weights."""
-    parser.add_argument(
-        "--experimental.custom_import",
-        dest="custom_import",
-        metavar="MODULE",
-        help="a module of your own that registers the model's family or plan; what a run's record "
-        "names is never imported",
-    )
-
-
-def check_toml(path: str, name: str = "CONFIG") -> None:
+def check_toml(path: str) -> None:
     """Refuse a configuration file that does not exist."""
     if not Path(find_config(path)).is_file():
         near = near_configs(path)
-        raise ConfigError(name, path, "a TOML file" + (f": did you mean {near}?" if near else ""))
+        raise ConfigError(
+            "CONFIG", path, "a TOML file" + (f": did you mean {near}?" if near else "")
+        )
 
 
 def check_at_least(args: argparse.Namespace, **minima: float) -> None:

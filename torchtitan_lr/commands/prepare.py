@@ -14,13 +14,14 @@ that several machines share, or that are prepared elsewhere.
 """
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
-from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.errors import escaped, require
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.corpus import Corpus
@@ -33,61 +34,49 @@ HUB = "hf:"
 def add_arguments(parser: OneLineParser) -> None:
     """Add the options."""
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to read, in order")
-    parser.add_argument("--tokenizer", help="folder of a tokenizer.json")
+    parser.add_argument("--tokenizer", default="", help="folder of a tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument(
-        "--tokens",
-        type=float,
-        help="of each source at least; it ends with the piece of text that reaches them",
-    )
-    parser.add_argument(
-        "--max_bad_records", type=int, default=0, help="records that may be lost (default 0)"
-    )
-    parser.add_argument("--text_column", default="text", help="of .jsonl, .parquet and the Hub")
+    least = "of each source at least; it ends with the piece of text that reaches them"
+    parser.add_argument("--tokens", type=float, help=least)
+    parser.add_argument("--max_bad_records", type=int, default=0, help="records that may be lost")
+    parser.add_shared("--text_column")
     parser.add_argument("--hf_name", help="the dataset's configuration, such as en")
-    parser.add_argument("--hf_split", default="train", help="the dataset's split (default train)")
-    parser.add_argument(
-        "--verify", action="store_true", help="read all of a prepared folder, and check it"
-    )
+    parser.add_argument("--hf_split", default="train", help="the dataset's split")
+    verify = "read all of a prepared folder, and check it"
+    parser.add_argument("--verify", action="store_true", help=verify)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepare or verify a folder, and print its size; return the exit status."""
-    from torchtitan_lr.console.progress import progress
     from torchtitan_lr.data.corpus import Corpus
-    from torchtitan_lr.data.prepare import described_held_out, losses
+    from torchtitan_lr.data.prepare import described
 
     if args.verify:
         corpus = Corpus.open(args.out, "--out")
-        for shard in progress(corpus.train + corpus.held_out, "verifying", unit="shards"):
-            corpus.check_shard(shard)
+        corpus.check(math.inf)
     else:
         corpus = _prepare(args)
-        for line in losses(corpus, len(corpus.record["bad_records"])):
-            print(escaped(line))
+        for bad in corpus.record["bad_records"]:
+            print(escaped(f"left out {bad}"))
     train, held_out = corpus.tokens(), corpus.tokens(held_out=True)
-    print(escaped(described_held_out(args.out.name, corpus)))
+    print(escaped(described(args.out.name, corpus)))
     print(f"{train:,} tokens to train on, {held_out:,} held out -> {args.out}")
     return 0
 
 
 def _prepare(args: argparse.Namespace) -> "Corpus":
-    from torchtitan_lr.data.prepare import prepare_folder
     from torchtitan_lr.data.sources import Reader
+    from torchtitan_lr.data.tokenize import prepare_folder
     from torchtitan_lr.data.tokenizer import build_tokenizer
 
-    if not args.sources:
-        raise ConfigError("SOURCE", "", "a file, folder or pattern, python_stdlib or hf:owner/name")
-    if not args.tokenizer:
-        raise ConfigError("--tokenizer", args.tokenizer, "a folder, such as my_tokenizer")
-    if args.tokens is not None and not 1 <= args.tokens < 2**63:
-        raise ConfigError("--tokens", args.tokens, "a positive number such as 1e9")
+    want = "a file, folder or pattern, python_stdlib or hf:owner/name"
+    require(args.sources, "SOURCE", "", want)
+    require(args.tokenizer, "--tokenizer", "", "a folder, such as my_tokenizer")
+    fits = args.tokens is None or 1 <= args.tokens < 2**63
+    require(fits, "--tokens", args.tokens, "a positive number such as 1e9")
     check_at_least(args, max_bad_records=0)
     model = SimpleNamespace(hf_assets_path=args.tokenizer)
-    try:
-        tokenizer = build_tokenizer(SimpleNamespace(model=model))
-    except ConfigError as error:
-        raise ConfigError("--tokenizer", error.got, error.want) from error
+    tokenizer = build_tokenizer(SimpleNamespace(model=model))
     readers = [Reader(source) for source in _sources(args)]
     return prepare_folder(readers, tokenizer, args.out, "--out", args.max_bad_records)
 
@@ -98,19 +87,17 @@ def _sources(args: argparse.Namespace) -> "list[Source]":
 
     found: list[Source] = []
     tokens = None if args.tokens is None else int(args.tokens)
+    local = Source("local", (), "SOURCE", column=args.text_column, tokens=tokens)
     for given in args.sources:
         if given in LIBRARIES:
             found.append(Source(given, (), "SOURCE", tokens=tokens))
         elif given.startswith(HUB):
             name = given.removeprefix(HUB)
             require(name, "SOURCE", given, "the name of a dataset, such as hf:owner/name")
-            source = Source("hf", (name,), "SOURCE", column=args.text_column)
-            source = replace(source, config=args.hf_name, split=args.hf_split, tokens=tokens)
-            found.append(source)
+            source = replace(local, name="hf", paths=(name,))
+            found.append(replace(source, config=args.hf_name, split=args.hf_split))
         elif found and found[-1].name == "local":
             found[-1] = replace(found[-1], paths=(*found[-1].paths, given))
         else:
-            found.append(
-                Source("local", (given,), "SOURCE", column=args.text_column, tokens=tokens)
-            )
+            found.append(replace(local, paths=(given,)))
     return found

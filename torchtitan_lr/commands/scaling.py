@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Plan, run and fit a scaling experiment: families of models over sizes, budgets and seeds.
+"""Plan, run and fit an experiment: families of models over sizes, budgets and seeds.
 
     torchtitan-lr scaling plan scaling_cpu
     torchtitan-lr scaling run scaling_cpu --out outputs/scaling_cpu --jobs 2
@@ -16,21 +16,19 @@ best is at its end goes on. A failed run holds up only the runs that need it. In
 fit prints the losses, fits L = E + A C^(-alpha) to four points or more by the Huber loss of log L,
 with bootstrap intervals, and writes scaling.md, scaling.json and scaling.png to --out.
 
-Exit status: 0; 1 a run failed or a search found no best rate; 2 an invalid experiment;
-130 stopped.
+Exit status: 0; 1 a run failed or a search found no best rate; 2 an invalid experiment.
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
-    from torchtitan_lr.scaling.plan import Plan
+    from torchtitan_lr.experiments.plan import Plan
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -45,79 +43,59 @@ def add_arguments(parser: OneLineParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Execute a command; return the exit status."""
     check_at_least(args, jobs=1)
-    from torchtitan_lr.scaling.experiment import read_experiment
+    from torchtitan_lr.experiments.experiment import read_experiment
 
     experiment = read_experiment(args.experiment, args.overrides)
     work = args.out or Path(f"outputs/{experiment.name}")
     # Late: a wrong experiment is reported without torch.
-    from torchtitan_lr.scaling.plan import Plan
-    from torchtitan_lr.scaling.sweep import locked_folder
+    from torchtitan_lr.experiments.plan import Plan
+    from torchtitan_lr.launch.folder_lock import locked
 
     if args.command != "run":
         return show(Plan(experiment, work), args.command == "fit")
-    with locked_folder(work) as lock:
-        return execute(Plan(experiment, work), args.jobs, lock)
+    with locked(str(work)):
+        return execute(Plan(experiment, work), args.jobs)
 
 
-def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
+def execute(plan: "Plan", jobs: int) -> int:
     """Run what is missing, several runs at once; return the exit status."""
-    from torchtitan_lr.scaling.sweep import INTERRUPTED, Sweep
+    from torchtitan_lr.experiments.sweep import Sweep, losses_of
 
-    failed: dict[str, str] = {}  # how, by name: the next command repeats them
+    failed: set[str] = set()  # the next command repeats them
     while True:  # a finished search determines further runs
-        losses = losses_of(plan.work)
-        searches = plan.searches(losses)
-        rates, edges = plan.rates(searches, losses)
-        sweep = Sweep(plan.work, plan.points(searches, rates), jobs)
+        searched = plan.searched(losses_of(plan.work))
+        sweep = Sweep(plan.work, plan.points(searched), jobs)
         if all(point.is_done or point.name in failed for point in sweep.points):
             break
         sweep.check()
-        if sweep.run(lock, without=failed) == INTERRUPTED:
-            return INTERRUPTED
-        for point in sweep.points:
-            if not point.is_done:
-                failed[point.name] = f"{point.name}: {point.outcome}"
-    for line in [*failed.values(), *edges]:
+        sweep.run(without=failed)
+        failed = {point.name for point in sweep.points if not point.is_done}
+    for line in searched.edges:
         print(escaped(line), file=sys.stderr)
-    return int(bool(failed or edges))
-
-
-def losses_of(work: Path) -> dict[str, float]:
-    """Return the validation losses of the runs with a result; infinite where one diverged."""
-    from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
-    from torchtitan_lr.scaling.sweep import recorded
-
-    losses = {}
-    for name, row in recorded(work).items():
-        if row["status"] in (FINISHED, DIVERGED):
-            loss = row.get("val_loss")
-            losses[name] = math.inf if loss is None or row["status"] == DIVERGED else float(loss)
-    return losses
+    return int(bool(failed or searched.edges))
 
 
 def show(plan: "Plan", fit: bool) -> int:
     """Print the table, with the fitted laws or with what is left to do; return the exit status."""
     from torchtitan_lr.console.tables import text_table
-    from torchtitan_lr.scaling.results import fits_of, rows_of, table, write
-    from torchtitan_lr.scaling.sweep import Sweep
+    from torchtitan_lr.experiments.results import fits_of, rows_of, table, write
+    from torchtitan_lr.experiments.sweep import losses_of, read_results
 
-    losses = losses_of(plan.work)
-    searches = plan.searches(losses)
-    rates, edges = plan.rates(searches, losses)
-    points, main = plan.points(searches, rates), plan.main_points(rates)
-    Sweep(plan.work, [*points, *main])  # reads results, and refuses those of other settings
+    searched = plan.searched(losses_of(plan.work))
+    points, main = plan.points(searched), plan.main_points(searched.rates)
+    read_results(plan.work, [*points, *main])
     rows = rows_of(main, plan.experiment.reference)
     if fit:
         if not any(row["losses"] for row in rows):
             want = "a folder with finished runs of the experiment"
             raise ConfigError("--out", str(plan.work), want)
-        print(write(plan, edges, rows, fits_of(rows)))
-        return int(bool(edges))
+        print(write(plan, searched.edges, rows, fits_of(rows)))
+        return int(bool(searched.edges))
     print(text_table(*table(rows, plan.experiment.reference), left=2))
     every = {point.name: point for point in [*points, *main]}.values()
     left = [point for point in every if not point.is_done]
     flops = sum(point.settings["FLOPs"] for point in left)
     print(f"{len(every)} runs, {len(left)} to do, {flops:.3g} FLOPs")
-    if unknown := [" ".join(pair) for pair, rate in rates.items() if rate is None]:
+    if unknown := [" ".join(pair) for pair, rate in searched.rates.items() if rate is None]:
         print(f"learning rates still to search: {', '.join(unknown)}")
     return 0

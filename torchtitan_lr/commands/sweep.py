@@ -12,14 +12,13 @@ points at once, on GPUs of their own or on the cores.
 The whole grid is checked before the first run. A sweep that is stopped (Ctrl-C saves the active
 runs) or killed goes on by the same command: it skips points with a result (finished or diverged),
 resumes interrupted ones, and repeats failed ones; `torchtitan-lr runs OUT` shows where they are. In
-wandb (--metrics.enable_wandb) all points are one group. sweep.md, sweep.csv and sweep.json in --out
-have the table after every point; each point has its own folder there.
+wandb (--metrics.enable_wandb) all points are one group. sweep.md and sweep.json in --out have the
+table after every point; each point has its own folder there.
 
-Exit status: 0 all points have a result, 1 some failed, 2 invalid configuration, 130 stopped.
+Exit status: 0 all points have a result, 1 some failed, 2 invalid configuration.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
@@ -29,25 +28,15 @@ from torchtitan_lr.config.paths import find_config
 def add_arguments(parser: OneLineParser) -> None:
     """Add CONFIG and the options."""
     parser.takes_overrides = True
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
-    parser.add_argument(
-        "--set",
-        action="append",
-        metavar="KEY=V1,V2",
-        required=True,
-        help="a key and its values; may be repeated",
-    )
-    parser.add_argument(
-        "--out", type=Path, default="outputs/sweep", help="folder of runs and results"
-    )
+    parser.add_shared("config")
+    grid = "a key and its values; may be repeated"
+    parser.add_argument("--set", action="append", metavar="KEY=V1,V2", required=True, help=grid)
+    where = "folder of runs and results"
+    parser.add_argument("--out", type=Path, default="outputs/sweep", help=where)
     parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")
     parser.add_argument("--jobs", type=int, default=1, help="points at once")
-    parser.add_argument(
-        "--skip_refused",
-        action="store_true",
-        help="leave out invalid combinations, instead of stopping with an error",
-    )
-    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+    skip = "leave out invalid combinations, instead of stopping with an error"
+    parser.add_argument("--skip_refused", action="store_true", help=skip)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,19 +44,18 @@ def run(args: argparse.Namespace) -> int:
     check_toml(args.config)
     check_at_least(args, jobs=1)
     from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.scaling import sweep as sweeps
+    from torchtitan_lr.experiments import sweep as sweeps
+    from torchtitan_lr.launch.folder_lock import locked
 
-    sweeps.refuse_keys([*args.set, *args.overrides], sweeps.SWEEP_KEYS)
+    sweeps.refuse_keys([*args.set, *args.overrides], sweeps.OWN_KEYS)
     grid, work, config = sweeps.parse_grid(args.set), args.out, find_config(args.config)
     steps = build_job_config([f"--job.config_file={config}", *args.overrides]).training.steps
     saving = ["--checkpoint.enable", f"--checkpoint.interval={max(1, steps // 10)}"]
     common = [*saving, "--checkpoint.keep_latest_k=2", *args.overrides]
     points = sweeps.points_of(config, grid, common, args.group or work.name)
-    with sweeps.locked_folder(work) as lock:
+    with locked(str(work)):
         sweep = sweeps.Sweep(work, points, args.jobs)
         sweep.check(args.skip_refused)
-        status = sweep.run(lock)
-    rows = sweep.rows()
-    if status != sweeps.INTERRUPTED:
-        print(json.dumps(rows, indent=1) if args.json else sweeps.as_markdown(rows))
+        status = sweep.run()
+    print(sweeps.as_markdown(sweeps.table_of(points)))
     return status

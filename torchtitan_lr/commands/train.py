@@ -10,8 +10,8 @@ CONFIG is a TOML file or the name of a shipped one such as cola_60m; arguments o
   CONFIG_FILE   CONFIG where none is given (default ./train_configs/debug_cola.toml)
   NGPU          ranks on this machine, one per GPU, or CPU processes without GPUs (default: its
                 GPUs, at most 4; without GPUs 4; CUDA_VISIBLE_DEVICES= trains on the CPU)
-  LOG_RANK      ranks whose output is shown, by their number in the run, e.g. 0,8 (default 0): of
-                several machines one console has the lines; the logs have all output
+  LOG_RANK      ranks whose output is shown, by their number on this machine, e.g. 0,1 (default 0);
+                the logs have all output
   COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
   NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name;
                 NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost

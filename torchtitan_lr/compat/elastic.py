@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -53,22 +53,6 @@ class Failure:
         return f"rank {self.rank} failed{what}"
 
 
-class RankLogs(DefaultLogsSpecs):
-    """torchrun's files of the ranks' output; ranks of the run are shown, not of the machine."""
-
-    def __init__(self, folder: Path, shown: Collection[int], variables: Mapping[str, str]) -> None:
-        super().__init__(log_dir=str(folder), tee=Std.ALL)
-        self._shown, self._variables = shown, variables
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the files of a start, and add the variables to its ranks' environments."""
-        shown = {local for local, env in envs.items() if int(env["RANK"]) in self._shown}
-        self._local_ranks_filter = shown or {-1}  # an empty filter would show all
-        for env in envs.values():
-            env.update(self._variables)
-        return super().reify(envs)
-
-
 class Agent(LocalElasticAgent):
     """torchrun's agent, which does not restart what would end in the same way.
 
@@ -77,10 +61,8 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         failure: The last one.
-        meeting: Whether it waits for other machines, and no rank runs.
+        meeting: Whether it waits for other machines, or starts ranks.
         restarts: Whether failed ranks may start again.
-        started: Called when all ranks have been started.
-        starts: How often the ranks have started.
     """
 
     def __init__(
@@ -88,7 +70,7 @@ class Agent(LocalElasticAgent):
         command: Sequence[str],  # the module that each rank runs, and its arguments
         ranks: int,
         rendezvous: RendezvousHandler,
-        logs: RankLogs,
+        logs: DefaultLogsSpecs,
         max_restarts: int,
         final: Collection[int],  # exit statuses that are not restarted
     ) -> None:
@@ -104,8 +86,6 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:")
         self.failure: Failure | None = None
         self.meeting = self.restarts = True
-        self.starts = 0
-        self.started: Callable[[], None] = lambda: None
         self._final, self._cause = final, ""
         # Not those that the launcher, or a command, handles itself.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -142,10 +122,8 @@ class Agent(LocalElasticAgent):
             line = f"restart ({done} of {most} after failures): {self._cause}; {size}"
             with contextlib.suppress(OSError):  # a terminal that hung up
                 print(line, file=sys.stderr, flush=True)
-        self.meeting = False
-        self.starts += 1
         started: dict[int, Any] = super()._start_workers(worker_group)
-        self.started()
+        self.meeting = False
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

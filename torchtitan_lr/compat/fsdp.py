@@ -130,21 +130,11 @@ def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
 def wrap_unit_calls(
     module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Wrap the methods in which a unit communicates; return what undoes that.
-
-    A compressed exchange continues later, in ``resume`` of its communicator.
-    """
+    """Wrap the methods in which a unit communicates; return what undoes that."""
     replaced = ExitStack()
     for group in param_groups(module):
         # FSDP2 prefetches weights, so the unit's module hooks do not enclose its communication.
-        calls = [(group, "unshard"), (group, "post_backward")]
-        # Were these renamed, a compressed exchange would be attributed to another unit.
-        for name in ("_reduce_scatter_comm", "_all_reduce_hook"):
-            communicator = getattr(group, name, None)
-            communicator = getattr(communicator, "__self__", communicator)  # a method's owner
-            if hasattr(communicator, "resume"):
-                calls.append((communicator, "resume"))
-        for owner, method in calls:
+        for method in ("unshard", "post_backward"):
             # A ledger inside another ledger wraps the outer one's functions.
-            replaced.enter_context(patch.object(owner, method, wrap(getattr(owner, method))))
+            replaced.enter_context(patch.object(group, method, wrap(getattr(group, method))))
     return replaced.close

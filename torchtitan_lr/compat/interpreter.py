@@ -82,11 +82,13 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
-def end_if_unheard(worker: int) -> None:
-    """Let this worker process end if it cannot send what it has made.
+def begin_worker(parent: int, worker: int) -> None:
+    """Let this worker process end with its parent, and if it cannot send what it has made.
 
-    Python would print the error and drop the message, for which the parent waits.
+    A worker whose read never returns does not see that its parent has ended. And Python would print
+    an error of sending and drop the message, for which the parent waits.
     """
+    end_with(parent)
 
     def end(error: Exception, message: object) -> None:
         print(f"error: worker {worker} cannot send: {error}", file=sys.stderr, flush=True)

@@ -45,47 +45,29 @@ GROUP_ARGUMENTS = frozenset({"group_name", "process_group"})
 NO_PAYLOAD = frozenset({"barrier", "monitored_barrier_"})
 """Operators with a group argument that send no tensor data."""
 
-OPERATIONS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
-            *("allreduce_", "allreduce_coalesced_"),
-        ),
-        "all_reduce",
-    ),
-    **dict.fromkeys(
-        (
-            *("reduce_scatter_tensor", "reduce_scatter_tensor_out"),
-            *("reduce_scatter_tensor_coalesced", "reduce_scatter_", "_reduce_scatter_base_"),
-            *("reduce_scatter_tensor_coalesced_",),
-        ),
-        "reduce_scatter",
-    ),
-    **dict.fromkeys(
-        (
-            *("all_gather_into_tensor", "all_gather_into_tensor_out"),
-            *("all_gather_into_tensor_coalesced", "allgather_", "_allgather_base_"),
-            *("allgather_coalesced_", "allgather_into_tensor_coalesced_"),
-        ),
-        "all_gather",
-    ),
-    "all_to_all_single": "all_to_all",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "gather_into_tensor_": "gather",
-    "scatter_": "scatter",
-    "send": "send",
-    "isend": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "irecv": "recv",
-    "batch_p2p_ops": "send_recv",
-}
+_TABLE = """
+all_reduce: all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_
+all_reduce: allreduce_ allreduce_coalesced_
+reduce_scatter: reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced
+reduce_scatter: reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_
+all_gather: all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced
+all_gather: allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_
+all_to_all: all_to_all_single alltoall_ alltoall_base_
+broadcast: broadcast broadcast_
+reduce: reduce_
+gather: gather_ gather_into_tensor_
+scatter: scatter_
+send: send isend
+recv: recv_ recv_any_source_ irecv
+send_recv: batch_p2p_ops
+"""
+
+OPERATIONS: dict[str, str] = {}
 """Maps every operator to its common name."""
+
+for _line in _TABLE.split("\n"):
+    _common, _, _operators = _line.partition(": ")
+    OPERATIONS |= dict.fromkeys(_operators.split(), _common)
 
 
 def _give_gloo_one_worker() -> None:
@@ -173,14 +155,6 @@ def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not besides and dist.get_backend(group) != "fake":
             dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def least_of_all(number: int) -> int:
-    """Return the least of all ranks' numbers; call it on every rank."""
-    # The backend decides the device; torch chooses it in the same way for pickled objects.
-    least = torch.tensor(number, device=dist.distributed_c10d._get_object_coll_device())
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
 
 
 def group_name_of(group: Any) -> str:

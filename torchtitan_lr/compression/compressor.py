@@ -8,7 +8,6 @@ values sent in a skipped step were not applied.
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -18,31 +17,48 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
+from torchtitan_lr.compat.autograd import after_backward, backward_number
 from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
 from torchtitan_lr.compat.process_groups import reduce_scatter
-from torchtitan_lr.compression.codecs import (
-    CODECS,
-    Resumable,
-    Works,
-    complete,
-    exchange,
-    gather,
-    left_over,
-    pack,
-    unpack,
-)
-from torchtitan_lr.compression.exchange_overlap import ExchangeOverlap
-from torchtitan_lr.compression.sizes import CodecSizes, Unit, returned_entries, sent_bytes
+from torchtitan_lr.compression.codecs import Codec, exchange, gather, left_over, pack, unpack
+from torchtitan_lr.compression.settings import Unit, returned_entries, sent_bytes
 
 COUNTS = ("sent", "unpeeled", "indexed")  # the entries of `Compressor.counts`
 
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive entries of one tensor, a parameter's gradient, in a flat buffer."""
+class ExchangeStream:
+    """The stream of a model's exchanges on an accelerator: decoding must not hold up backward."""
 
-    size: int
-    compressed: bool
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream()
+        self._ended = self._stream.record_event()  # at the end of the last exchange
+        self._backward: int | None = None  # the backward pass that waits for it at its end
+
+    def run(self, call: Callable[[], None], tensors: Sequence[Tensor], may_wait: bool) -> None:
+        """Queue an exchange of tensors of other streams; its caller waits for it unless it may."""
+        number = backward_number()
+        may_wait = may_wait and number is not None
+        if may_wait and number != self._backward:
+            after_backward(self._end)
+            self._backward = number
+        caller = self._module.current_stream()
+        # FSDP2 frees a unit's buffers when its stream has passed this point, and backward waits for
+        # that stream one unit later: so at most two exchanges hold memory.
+        caller.wait_event(self._ended)
+        self._stream.wait_stream(caller)
+        with self._module.stream(self._stream):
+            call()
+            self._ended = self._stream.record_event()
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        if not may_wait:
+            caller.wait_event(self._ended)
+
+    def _end(self) -> None:
+        """Make the results visible to what follows backward."""
+        self._backward = None
+        self._module.current_stream().wait_event(self._ended)
 
 
 class Compressor(DefaultAllocMixin, ReduceScatter):
@@ -51,37 +67,33 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
     def __init__(
         self,
         name: str,
-        sizes: CodecSizes,
-        spans: Sequence[Span],
+        codec: Codec,
+        # The entries of each of the unit's tensors, in order, and whether they are compressed.
+        spans: Sequence[tuple[int, bool]],
         group: dist.ProcessGroup,
         device: torch.device,
         all_reduce: bool = False,
         revocable: bool = False,
-        overlap: ExchangeOverlap | None = None,  # None ends each exchange before the call returns,
-        module: FSDPModule | None = None,  # and so does None
+        stream: ExchangeStream | None = None,  # None runs each exchange where it is called
+        module: FSDPModule | None = None,
     ) -> None:
-        self.name, self.spans = name, tuple(spans)
+        self.name, self.codec, self.spans = name, codec, tuple(spans)
         self.group, self.device, self.returns_all = group, device, all_reduce
-        ranks, entries = group.size(), sum(span.size for span in spans)
-        self.compressed_size = sum(span.size for span in spans if span.compressed)
+        ranks, self.entries = codec.ranks, sum(size for size, _ in spans)
+        self.compressed_size = sum(size for size, compressed in spans if compressed)
         # Whether it compresses this rank's own gradients, not sums over the shards.
         self.takes_gradients = self.compressed_size > 0 and not all_reduce
         # A rank decodes its part, of an all-reduce a W-th of the entries, padded to equal sizes.
         owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
-        self.unit = Unit(ranks, owned, entries - self.compressed_size)
-        whole = sizes.value_bytes * entries * (1 if all_reduce else ranks)
-        self.bytes_saved = whole - sent_bytes(self.unit, sizes, all_reduce)  # per exchange
-        self.sizes, self.codec = sizes, CODECS[sizes.name](ranks, sizes)
-        self.overlap = overlap or ExchangeOverlap(device)
+        self.unit = Unit(ranks, owned, self.entries - self.compressed_size)
+        whole = (2 if codec.half else 4) * self.entries * (1 if all_reduce else ranks)
+        self.bytes_saved = whole - sent_bytes(self.unit, codec, all_reduce)  # per exchange
+        self.stream = stream
         # The table of compressors, by module, must not keep the modules alive.
         self.module = None if module is None else ref(module)
-        # Ends an exchange; the ledger attributes its collectives to this unit.
-        self.resume: Callable[[Resumable[None], Works], None] = complete
         self.exchanges = 0
         self.measuring = False  # whether the next exchange also counts
         self.counts: Tensor | None = None  # the last ones, fp64 (3,)
-        # Called before an exchange writes to the residual, which a checkpoint may be copying.
-        self.before_writing: Callable[[], None] = lambda: None
         self.residual = torch.zeros(ranks, owned, dtype=torch.float32, device=device)
         # Written by an exchange; swapped with the residual by commit.
         self._spare = torch.empty_like(self.residual) if revocable else self.residual
@@ -126,63 +138,56 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self._start(shard, shard)
 
     def _start(self, sums: Tensor, gradients: Tensor) -> None:
-        """Start an exchange that writes the sums; the gradients live until it has ended."""
         # The buffer has no marks: if a tensor were missing, all later ones would be read wrongly.
-        expected = sum(span.size for span in self.spans)
-        if sums.numel() != expected:
+        if sums.numel() != self.entries:
             raise RuntimeError(
-                f"{self.name}: {sums.numel()} gradients a rank instead of {expected}: "
+                f"{self.name}: {sums.numel()} gradients a rank instead of {self.entries}: "
                 "a tensor of this unit took no part in the step"
             )
+        if self.stream is None:
+            self.sum_gradients(sums, gradients)
+            return
         module = None if self.module is None else self.module()
-        later = module is not None and not reads_sums_at_once(module, sums)
-        self.overlap.run(self.sum_gradients(sums, gradients), self.resume, [sums, gradients], later)
+        may_wait = module is not None and not reads_sums_at_once(module, sums)
+        tensors = [sums, gradients]
+        self.stream.run(lambda: self.sum_gradients(sums, gradients), tensors, may_wait)
 
-    def sum_gradients(self, sums: Tensor, gradients: Tensor) -> Resumable[None]:
+    def sum_gradients(self, sums: Tensor, gradients: Tensor) -> None:
         """Reduce-scatter gradients (W·s,), by rank, or all-reduce a shard (s,), into sums (s,)."""
         if not self.compressed_size:
-            yield [dist.all_reduce(sums, group=self.group, async_op=True)]
+            dist.all_reduce(sums, group=self.group)
             return
-        rows, dense = self._by_kind(gradients.view(-1, sums.numel()))  # (W, m), (W, e)
+        rows, dense = self._by_kind(gradients.view(-1, self.entries))  # (W, m), (W, e)
         # Sums over HSDP's shards may have travelled in bf16; a residual must not be added to them.
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if self.returns_all:  # a shard: W = 1
             size = self.unit.ranks * self.unit.compressed
             padded = pad(rows[0], (0, size - self.compressed_size))
-            own, _ = yield from self.exchange_rows(padded.view(self.unit.ranks, -1))
-            total = yield from self.spread(own)  # longer than m by the padding
-            others = dense[0]
+            own, _ = self.exchange_rows(padded.view(self.unit.ranks, -1))
+            total, others = self.spread(own), dense[0]  # longer than m by the padding
             if others.numel():
-                yield [dist.all_reduce(others, group=self.group, async_op=True)]
+                dist.all_reduce(others, group=self.group)
         else:
-            total, others = yield from self.exchange_rows(rows, dense)  # (m,), (e,)
-        self._in_order(total, others, sums)
+            total, others = self.exchange_rows(rows, dense)  # (m,), (e,)
+        pieces, left = [], {True: total, False: others}
+        for span, compressed in self.spans:
+            pieces.append(left[compressed][:span])
+            left[compressed] = left[compressed][span:]
+        torch.cat(pieces, out=sums)
 
     def _by_kind(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the compressed gradients (W, m) and the others (W, e) out of the unit's (W, s)."""
-        none = gradients[:, :0]
-        compressed, others = [none], [none]
-        parts = gradients.split([span.size for span in self.spans], dim=1)
-        for span, part in zip(self.spans, parts, strict=True):
-            (compressed if span.compressed else others).append(part)
+        kinds = {True: [gradients[:, :0]], False: [gradients[:, :0]]}
+        parts = gradients.split([size for size, _ in self.spans], dim=1)
+        for (_, compressed), part in zip(self.spans, parts, strict=True):
+            kinds[compressed].append(part)
         # Copies even of a single part, since an exchange overwrites its rows.
-        return torch.cat(compressed, dim=1), torch.cat(others, dim=1)
+        return torch.cat(kinds[True], dim=1), torch.cat(kinds[False], dim=1)
 
-    def _in_order(self, compressed: Tensor, others: Tensor, sums: Tensor) -> None:
-        """Write the sums of both kinds into ``sums`` (s,), in the order of the unit's tensors."""
-        pieces, left = [], {True: compressed, False: others}
-        for span in self.spans:
-            rest = left[span.compressed]
-            pieces.append(rest[: span.size])
-            left[span.compressed] = rest[span.size :]
-        torch.cat(pieces, out=sums)
-
-    def exchange_rows(
-        self, rows: Tensor, dense: Tensor | None = None
-    ) -> Resumable[tuple[Tensor, Tensor]]:
+    def exchange_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Reduce-scatter rows (W, m), overwritten, with error feedback, and dense ones (W, e)."""
         # If revocable, the residual changes only with the next `commit`. Until then each exchange
-        # continues from the one before. The next one must not start before the end of this one.
+        # continues from the one before.
         # The sums (m,) and (e,) are in bf16 if they travel so.
         # Collisions differ between steps. The 0 stands for a setting that left.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
@@ -192,20 +197,16 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         rows += pending
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
-            message.summed["dense"] = dense.bfloat16() if self.sizes.half else dense
-        received = yield from exchange(message, self.group)
+            message.summed["dense"] = dense.bfloat16() if self.codec.half else dense
+        received = exchange(message, self.group)
         decoded = self.codec.decode(received, rows.shape[1], seed)
-        failed = None
-        if decoded.failed is not None:
-            failed = yield from gather(decoded.failed, self.group)
+        failed = None if decoded.failed is None else gather(decoded.failed, self.group)
         unsent = left_over(rows, message, failed)
         total = decoded.total
-        if self.returns_all and self.sizes.half:
+        if self.returns_all and self.codec.half:
             # The sums go back in bf16 too, and their owner owes what that rounds off.
             total = total.bfloat16()
             unsent[self.group.rank()] += decoded.total - total
-        if self._spare is self.residual:
-            self.before_writing()
         # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
         # the residual it would ruin all later steps, so the old residual stays.
         self._spare.copy_(torch.where(unsent.isfinite(), unsent, pending))
@@ -217,23 +218,17 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
         return total, received.get("dense", rows.new_empty(0))
 
-    def spread(self, total: Tensor) -> Resumable[Tensor]:
+    def spread(self, total: Tensor) -> Tensor:
         """Return all ranks' sums (m,) on every rank, bitwise equal: (W·m,)."""
         # They are sent as bitmap and values if that is smaller.
-        w, m = self.unit.ranks, self.unit.compressed
-        sent = returned_entries(self.unit, self.sizes)
+        m = self.unit.compressed
+        sent = returned_entries(m, self.codec)
         if sent == m:
-            return (yield from gather(total, self.group)).flatten()
+            return gather(total, self.group).flatten()
         marked = total != 0
         positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
-        index = yield from gather(pack(marked), self.group)
+        marks = unpack(gather(pack(marked), self.group), m)
         # Index m is padding.
-        values = yield from gather(pad(total, (0, 1))[positions], self.group)
-        marks = unpack(index, m)
-        # Each row gets marks behind its end, up to `sent` in all: then all rows have equally many,
-        # and their positions are found at once, in as many kernels for any number of ranks.
-        missing = sent - marks.sum(1, keepdim=True)
-        filled = torch.cat([marks, torch.arange(sent, device=total.device) < missing], 1)
-        places = filled.flatten().nonzero_static(size=w * sent).view(w, sent) % (m + sent)
-        whole = total.new_zeros(w, m + 1).scatter_(1, places.clamp(max=m), values)
-        return whole[:, :m].flatten()
+        values = gather(pad(total, (0, 1))[positions], self.group)
+        places = marks.cumsum(1) - 1  # of each marked entry among the values (W, m)
+        return torch.where(marks, values.gather(1, places.clamp(min=0)), 0).flatten()

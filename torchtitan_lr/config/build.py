@@ -6,14 +6,13 @@ import importlib
 import math
 import os
 import sys
-import traceback
+from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, get_origin
 
 from torchtitan_lr.compat.interpreter import collector_off
 from torchtitan_lr.config import parse, schema
 from torchtitan_lr.config.paths import expanded, find_config
-from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.optim.entries import ENTRIES, like, unread_keys
 
@@ -22,17 +21,13 @@ _IMPORT_KEY = "experimental.custom_import"
 RATES = ("lr", "adamw_lr")
 """Keys of ``[optimizer]`` that belong to the optimizer for which a file sets them."""
 
-_RATIO = "warmup_ratio"
-_WARMUP = {f"lr_scheduler.{_RATIO}", "lr_scheduler.warmup_steps"}
+_RATIO, _STEPS = "warmup_ratio", "warmup_steps"
 
-REGISTERED = {
-    "model.name": schema.MODELS,
-    "parallelism.tp_plan": schema.TP_PLANS,
-    "activation_checkpoint.mode": schema.AC_MODES,
-    "grad_compression.codec": schema.CODEC_NAMES,
-    "optimizer.name": ENTRIES,
-}
-"""Known values of the keys to which ``experimental.custom_import`` may add some."""
+_REGISTERED = (
+    *("parallelism.tp_plan", "activation_checkpoint.mode"),
+    *("grad_compression.codec", "optimizer.name"),
+)
+"""Keys to whose values ``experimental.custom_import`` may add some."""
 
 
 def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> Any:
@@ -46,37 +41,40 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
         if key == parse.CONFIG_FILE_KEY:
             path = find_config(value) if value else value
             overrides[place] = parse.Override(key, path)
-    if path == "":
-        raise ConfigError(
-            parse.CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml"
-        )
     if record is not None:
         layers = [without_code(record)]
     else:
-        layers = [*parse.toml_files(path).values()] if path else []
+        layers = [] if path is None else [*parse.toml_files(path).values()]
         want = "a TOML file with settings; it has none"
-        require(any(layers) or not path, parse.CONFIG_FILE_KEY, path, want)
+        require(any(layers) or path is None, parse.CONFIG_FILE_KEY, path, want)
     return _fill(layers, overrides, record is not None)
 
 
 def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_record: bool) -> Any:
     """Check tables, of a record only its known keys, and overrides; return the configuration."""
-    raw = parse.merge_tables(layers)
     config_cls = config_class()
     from torchtitan_lr.titan.configuration import fill_job_config
 
-    experimental = raw.get("experimental")
+    experimental = parse.merge_tables(layers).get("experimental")
     named = experimental.get("custom_import") if isinstance(experimental, dict) else None
     module = dict(overrides).get(_IMPORT_KEY, named)
     if isinstance(module, str) and module != schema.Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
-    raw = parse.merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
-    checked = check_record(raw) if of_record else parse.check_toml(raw, config_cls)
-    values = parse.apply_overrides(checked, overrides, config_cls)
+    try:
+        layers = [parse.check_toml(layer, config_cls, skip_unknown=of_record) for layer in layers]
+    except ConfigError as error:
+        if error.key not in _REGISTERED:
+            raise
+        raise ConfigError(error.key, error.got, f"{error.want}, or {schema.ITS_MODULE}") from error
+    given = parse.apply_overrides({}, overrides, config_cls)
+    own = with_own_rates(layers, given.get("optimizer", {}).get("name"))
+    values = parse.merge_tables([*own, given])
     name = values.get("optimizer", {}).get("name", schema.Optimizer.name)
-    _set_defaults(values, name)
-    check_ranges(values, config_cls, unread_keys(name))
-    _set_warmup(values, [] if of_record else layers, overrides)
+    for key, value in ENTRIES[name].defaults.items():
+        section, _, option = key.partition(".")
+        values.setdefault(section, {}).setdefault(option, value)
+    _check_ranges(values, config_cls, unread_keys(name))
+    _set_warmup(values, [] if of_record else [*layers, given])
     folder = values.get("job", {}).get("dump_folder", ".")
     require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
     if not of_record:  # which has the expanded ones
@@ -84,48 +82,52 @@ def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_reco
     return fill_job_config(config_cls, values)
 
 
-def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, Any]]:
+def with_own_rates(layers: list[dict[str, Any]], last: str | None) -> list[dict[str, Any]]:
     """Return tables, later ones last, without the rates that they set for another optimizer."""
     rules, name = [], schema.Optimizer.name
     for layer in layers:
-        table = layer.get("optimizer")
-        name = table.get("name", name) if isinstance(table, dict) else name
+        name = layer.get("optimizer", {}).get("name", name)
         rules.append(like(name))
     found = []
     for layer, rule in zip(layers, rules, strict=True):
-        table = layer.get("optimizer")
-        if isinstance(table, dict) and rule != like(last or name):
-            kept = {key: value for key, value in table.items() if key not in RATES}
+        if rule != like(last or name):
+            kept = dict(layer.get("optimizer", {}))
+            for key in RATES:
+                kept.pop(key, None)
             layer = layer | {"optimizer": kept}
         found.append(layer)
     return found
 
 
-def _set_defaults(values: dict[str, Any], name: str) -> None:
-    """Give the keys that are not set the defaults of the run's optimizer."""
-    for key, value in ENTRIES[name].defaults.items():
-        section, _, option = key.partition(".")
-        values.setdefault(section, {}).setdefault(option, value)
+def _check_ranges(values: dict[str, Any], config_cls: Any, unread: tuple[str, ...]) -> None:
+    """Raise for the first value out of its key's range, of keys not beginning as in ``unread``."""
+    sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
+    for section, table in values.items():
+        types: dict[str, Any] = {option.name: option.type for option in fields(sections[section])}
+        for name, value in table.items():
+            key, annotation = f"{section}.{name}", types[name]
+            if key.startswith(unread):  # sweeps set them for all methods
+                continue
+            own = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+            for allowed in (*own, schema.RANGES_OF_TORCHTITAN.get(key)):
+                if isinstance(allowed, schema.Range) and not allowed.holds(value):
+                    raise ConfigError(key, value, allowed.want)
 
 
-def _set_warmup(
-    values: dict[str, Any], layers: list[dict[str, Any]], overrides: list[parse.Override]
-) -> None:
-    """Set ``warmup_steps`` by ``warmup_ratio``, unless a later table or an override sets it."""
-    command_line = {key.rpartition(".")[2]: value for key, value in overrides if key in _WARMUP}
+def _set_warmup(values: dict[str, Any], layers: list[dict[str, Any]]) -> None:
+    """Set ``warmup_steps`` by ``warmup_ratio``, unless a later table sets it."""
     setting = _RATIO
-    for table in [*(layer.get("lr_scheduler", {}) for layer in layers), command_line]:
-        found = [name for name in (_RATIO, "warmup_steps") if table.get(name, -1) != -1]
+    for table in [layer.get("lr_scheduler", {}) for layer in layers]:
+        found = [name for name in (_RATIO, _STEPS) if table.get(name, -1) != -1]
         want = "either it or warmup_steps"
         require(len(found) < 2, f"lr_scheduler.{_RATIO}", table.get(_RATIO), want)
         setting = found[0] if found else setting
     schedule, default = values.setdefault("lr_scheduler", {}), config_class()()
-    if setting != _RATIO:
+    if setting == _STEPS:
         schedule[_RATIO] = -1.0
     elif (ratio := schedule.get(_RATIO, default.lr_scheduler.warmup_ratio)) >= 0:
         steps = values.get("training", {}).get("steps", default.training.steps)
-        whole = schedule.get("total_steps") or steps
-        schedule["warmup_steps"] = math.floor(ratio * whole + 1e-9)
+        schedule[_STEPS] = math.floor(ratio * (schedule.get("total_steps") or steps) + 1e-9)
 
 
 def _expand_paths(values: dict[str, Any], prefix: str = "") -> None:
@@ -148,16 +150,6 @@ def without_code(record: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def check_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the known keys of a run's record, or of some of its sections."""
-    try:
-        return parse.check_toml(record, config_class(), skip_unknown=True)
-    except ConfigError as error:
-        if error.key not in REGISTERED:
-            raise
-        raise ConfigError(error.key, error.got, f"{error.want}, or {schema.ITS_MODULE}") from error
-
-
 def import_extension(module: str | None) -> None:
     """Import the module of ``experimental.custom_import``, installed or in the working folder."""
     if not module:
@@ -169,10 +161,6 @@ def import_extension(module: str | None) -> None:
     except ImportError as error:
         want = f"a module that can be imported ({error})"
         raise ConfigError(_IMPORT_KEY, module, want) from error
-    except Exception as error:  # of the module's own code, or of a name such as "..x"
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        fault = f"{type(error).__name__}: {error}, {where.filename}:{where.lineno}"
-        raise ConfigError(_IMPORT_KEY, module, f"a module that runs ({fault})") from error
 
 
 @cache

@@ -26,19 +26,15 @@ MOST_BYTES = 1 << 28
 @contextmanager
 def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BufferedReader]:
     """Open a file that ends, for reading; OSError for a pipe, a device, or over `most` bytes."""
-    # Opening a pipe waits for its writer; opening some devices acts.
-    _check_regular(os.stat(path), path, most)
+    # Opening a pipe would wait for its writer without O_NONBLOCK.
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(number, "rb") as file:
-        _check_regular(os.fstat(number), path, most)  # not exchanged in between
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
         yield file
-
-
-def _check_regular(status: os.stat_result, path: str | Path, most: int) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    if status.st_size > most:
-        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
 
 
 def read_regular(path: str | Path, most: int = MOST_BYTES) -> bytes:

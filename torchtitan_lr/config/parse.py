@@ -25,11 +25,17 @@ CONFIG_FILE_KEY = "job.config_file"
 CONFIG_DIR = "${config_dir}"
 """In a string of a TOML file: the file's folder. So the file can be moved with what it names."""
 
-_ITEMS = {int: "integers", float: "numbers", list: "lists of strings", dict: "tables [[...]]"}
-"""What a list holds, for errors."""
-
-# No larger integer fits into torch or any file format here.
-_LARGEST_INTEGER = 2**63 - 1
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list[str]: 'a list of strings such as ["a", "b"], or a,b on the command line',
+    list[int]: "a list of integers, in the TOML file",
+    list[float]: "a list of numbers, in the TOML file",
+    list[list[str]]: "a list of lists of strings, in the TOML file",
+}
+"""What a key of a type takes, for errors; other types are lists of tables."""
 
 
 class Override(NamedTuple):
@@ -63,8 +69,11 @@ def load_toml(path: str) -> dict[str, Any]:
 def merge_tables(tables: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Merge tables key by key; a value of a later one, arrays included, replaces that before it."""
     merged: dict[str, Any] = {}
-    for values in tables:
-        merged = _merge(merged, values)
+    for table in tables:
+        for name, value in table.items():
+            known = merged.get(name)
+            both = isinstance(known, dict) and isinstance(value, dict)
+            merged[name] = merge_tables([known, value]) if both else value  # type: ignore[list-item]
     return merged
 
 
@@ -88,10 +97,10 @@ def _included(file: str, base: Any, above: Iterable[str]) -> str:
     require(named, where, base, 'one file, such as include = "base.toml"')
     beside = str(folder / expanded(base, where))
     found = beside if os.path.isfile(beside) else shipped_config(base)
-    near = near_configs(base)
-    want = f"a TOML file, relative to {folder}, or a shipped one"
-    want += f": did you mean {near}?" if near else ""
     if found is None:
+        near = near_configs(base)
+        hint = f": did you mean {near}?" if near else ""
+        want = f"a TOML file, relative to {folder}, or a shipped one{hint}"
         raise ConfigError(where, base, want)
     new = os.path.realpath(found) not in map(os.path.realpath, above)
     require(new, where, base, "a file that does not lead back to this one")
@@ -103,33 +112,17 @@ def read_toml(path: str, key: str = CONFIG_FILE_KEY) -> dict[str, Any]:
     try:
         text = read_regular(path).decode("utf-8-sig")  # Windows' editors begin with a mark
         return tomli.loads(in_folder(text, Path(path).parent))
-    except UnicodeDecodeError as error:
-        raise ConfigError(key, path, f"a UTF-8 text file ({error.reason})") from error
     except OSError as error:
         near = near_configs(path)
         hint = f"{error.strerror}; did you mean {near}?" if near else error.strerror
         example = " such as train_configs/debug_cola.toml" if key == CONFIG_FILE_KEY else ""
         want = f"a TOML file{example} ({hint})"
         raise ConfigError(key, path, want) from error
-    except RecursionError as error:
-        raise ConfigError(key, path, "TOML that is nested less deeply") from error
-    except tomli.TOMLDecodeError as error:
+    except ValueError as error:  # of tomli, with the line; or it is not UTF-8
         # tomli >= 2.2 has the line as an attribute; every version has it in the message.
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line is not None else path
-        raise ConfigError(key, where, f"valid TOML ({error})") from error
-    except ValueError as error:  # an integer of thousands of digits, which Python does not parse
-        raise ConfigError(key, path, f"shorter numbers ({error})") from error
-
-
-def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of ``base``, with the values of ``values`` in place of equal keys."""
-    merged = dict(base)
-    for name, value in values.items():
-        known = base.get(name)
-        both = isinstance(known, dict) and isinstance(value, dict)
-        merged[name] = _merge(known, value) if both else value  # type: ignore[arg-type]
-    return merged
+        raise ConfigError(key, where, f"valid TOML in UTF-8 ({error})") from error
 
 
 def in_folder(text: str, folder: Path) -> str:
@@ -178,17 +171,15 @@ def apply_overrides(
     known = _keys(config_cls)
     for key, text in overrides:
         *sections, name = key.split(".")
-        positive = known.get(".".join([*sections, name.removeprefix("no_")]))
-        option = known.get(key)
-        negated = option is None and positive is not None and _is_flag(positive)
-        option = positive if negated else option
+        positive = ".".join([*sections, name.removeprefix("no_")])
+        negated = key not in known and positive in known and _is_flag(known[positive])
+        option = known.get(positive if negated else key)
         if option is None:
             raise unknown_key(key, text or "", config_cls)
-        if negated and text is not None:
-            raise ConfigError(key, text, "no value: this flag means false")
+        require(not negated or text is None, key, text, "no value: this flag means false")
         value: Any = not negated if _is_flag(option) else MISSING
         if text is not None:
-            value = _parse_text(text, option.type)
+            value = _match(_read(text, _alternatives(option.type)), option.type)
         if value is MISSING:
             raise _misfit(key, text or "", option)
         table = values
@@ -199,29 +190,19 @@ def apply_overrides(
 
 
 def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
-    """Build the error for an unknown key, with the closest known key or a list."""
+    """Build the error for an unknown key, with a known one of its name or spelling, or a list."""
     section, _, name = key.rpartition(".")
     leaves = list(_keys(config_cls))
     if not any("." in leaf for leaf in leaves):  # a table of an experiment has no sections
         return ConfigError(key, value, one_of(leaves, name))
-    close = difflib.get_close_matches
-    siblings = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section]
-    sections = [option.name for option in fields(config_cls)]
-    guesses = [leaf for leaf in leaves if leaf == section]
-    if section:
-        guesses += [f"{section}.{near}" for near in close(name, siblings, 1)]
-    else:
-        guesses += [f"[{near}]" for near in close(key, sections, 1, cutoff=0.7)]
-    guesses += close(key, leaves, 1, cutoff=0.85)
-    guesses += [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
-    if below := [leaf for leaf in leaves if leaf.startswith(key + ".")]:
-        want = f"a key of this section, such as {below[0]}"
-    elif guesses:
-        want = f"a known key: did you mean {guesses[0]}?"
-    elif siblings and section:
-        want = f"one of the keys of [{section}]: {', '.join(siblings)}"
-    else:
-        want = f"a key of one of the sections {', '.join(sections)}"
+    sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
+    likely = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    likely += difflib.get_close_matches(key, [*leaves, *sections], 1, cutoff=0.75)
+    beside = [leaf for leaf in leaves if leaf.rpartition(".")[0] == section]
+    want = f"one of {', '.join(beside or sections)}"
+    if likely:
+        guess = f"[{likely[0]}]" if likely[0] in sections else likely[0]
+        want = f"a known key: did you mean {guess}?"
     return ConfigError(key, value, want)
 
 
@@ -266,54 +247,34 @@ def _match(value: Any, annotation: Any) -> Any:
         elif kind is float and type(value) in (int, float):
             with suppress(OverflowError):
                 return float(value)
-        elif type(value) is kind and not (kind is int and abs(value) > _LARGEST_INTEGER):
+        elif type(value) is kind:
             return value
     return MISSING
 
 
-def _parse_text(text: str, annotation: Any) -> Any:
-    """Return a command-line text converted to the annotation, or MISSING if it does not fit."""
-    kinds = _alternatives(annotation)
-    # Before the loop: for `str | None`, the text "None" would match str.
+def _read(text: str, kinds: tuple[Any, ...]) -> Any:
+    """Return a command-line text as the first of some types that it can be, else the text."""
     if type(None) in kinds and text in ("None", "none"):
         return None
     for kind in kinds:
-        value: Any = text
-        with suppress(ValueError, KeyError):
-            if kind is bool:
-                value = {"true": True, "false": False}[text.lower()]
-            elif kind == list[str]:
-                value = [part.strip() for part in text.split(",")] if text.strip() else []
-            elif kind in (int, float):
-                value = kind(text)
-            if (value := _match(value, kind)) is not MISSING:
-                return value
-    return MISSING
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind == list[str]:
+            return [part.strip() for part in text.split(",")] if text.strip() else []
+        with suppress(ValueError):
+            if kind in (int, float):
+                return kind(text)
+    return text
 
 
 def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:
     """Build the error for a value of a wrong type; it describes the values of the field."""
-    kinds = [kind for kind in _alternatives(option.type) if kind is not type(None)]
     default, wants = option.default, []
-    for kind in [float] if float in kinds else kinds:
+    for kind in _alternatives(option.type):
         if get_origin(kind) is Literal:
-            want = one_of(map(repr, get_args(kind)), repr(value))
-        elif kind == list[str]:
-            want = 'a list of strings such as ["a", "b"], or a,b on the command line'
-        elif get_origin(kind) is list:
-            (item,) = get_args(kind)
-            want = f"a list of {_ITEMS[get_origin(item) or item]}, in the TOML file"
-        elif kind in (int, float):
-            what, usual = ("an integer", 1) if kind is int else ("a number", 0.5)
-            want = f"{what} such as {default if type(default) is kind else usual}"
-        elif kind is bool:
-            want = "true or false"
-        else:
-            named = default and type(default) is str
-            want = f"a string such as {default!r}" if named else "a string"
-        wants.append(want)
-    limit = ""
-    with suppress(ValueError, TypeError):
-        number = value if isinstance(value, int) else float(value)
-        limit = " of at most 2**63 - 1" if int in kinds and abs(number) > _LARGEST_INTEGER else ""
-    return ConfigError(key, value, " or ".join(wants) + limit)
+            wants.append(one_of(map(repr, get_args(kind)), repr(value)))
+        elif kind is not type(None):
+            wants.append(_WORDS.get(kind, "a list of tables [[...]], in the TOML file"))
+    if type(default) in (int, float) or (default and type(default) is str):
+        wants[-1] += f" such as {default!r}" * (wants[-1] in _WORDS.values())
+    return ConfigError(key, value, " or ".join(wants))

@@ -8,32 +8,92 @@ This file contains only differences from ``torchtitan.config.JobConfig``; torcht
 # It merges a section only if the annotation is a class, so this file must not use
 # ``from __future__ import annotations``.
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, Literal
+from operator import not_
+from typing import Annotated, Any, Literal, NamedTuple
 
-from torchtitan_lr.config.ranges import (
-    DECAY,
-    FINITE,
-    NATURAL,
-    POSITIVE,
-    SEED,
-    Range,
-    at_least,
-    positive,
-)
 from torchtitan_lr.optim.entries import ENTRIES
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""
 
 
+class Range(NamedTuple):
+    """The values that a key allows, beside its field: ``rank: Annotated[int, POSITIVE] = 1``.
+
+    What depends on another key, on the model or on the ranks is checked in `torchtitan_lr.checks`.
+    """
+
+    holds: Callable[[Any], bool]  # whether the key allows a value; must be false for NaN
+    want: str  # describes the allowed values in the refusal
+
+
+def at_least(least: int, want: str = "") -> Range:
+    """Return the integers from ``least`` on."""
+    return Range(lambda n: n >= least, want or f"an integer of at least {least}")
+
+
+def positive(want: str) -> Range:
+    """Return the positive finite numbers."""
+    return Range(lambda x: 0 < x < math.inf, want)
+
+
+POSITIVE = Range(lambda n: n > 0, "a positive number")
+NATURAL = at_least(0, "0 or a positive integer")
+SEED = Range(lambda n: 0 <= n < 2**63, "an integer from 0 to 2**63 - 1")
+DECAY = Range(lambda x: 0 <= x < 1, "a number in [0, 1) such as 0.9")
+FINITE = Range(lambda x: 0 <= x < math.inf, "a number of at least 0")
+_SHARE = Range(lambda x: x is None or 0 <= x <= 1, "a number from 0 to 1")
+_PLANS = "false: the plans are untested with it (it fuses products and collectives on CUDA)"
+
+RANGES_OF_TORCHTITAN: dict[str, Range] = {
+    "training.seq_len": POSITIVE,
+    "training.local_batch_size": POSITIVE,
+    "training.steps": POSITIVE,
+    "validation.seq_len": POSITIVE,
+    "validation.local_batch_size": POSITIVE,
+    "validation.steps": Range(lambda n: n == -1 or n > 0, "a positive integer, or -1 for all"),
+    "checkpoint.interval": POSITIVE,
+    "checkpoint.load_step": at_least(-1, "a step, or -1 for the newest"),
+    "optimizer.lr": positive("a positive number such as 0.001"),
+    "optimizer.beta1": DECAY,
+    "optimizer.eps": positive("a number such as 1e-8"),
+    "lr_scheduler.warmup_steps": NATURAL,
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "activation_checkpoint.memory_budget": _SHARE,
+    # A key that is not supported allows one value.
+    "checkpoint.initial_load_in_hf_quantized": Range(not_, "false: not supported"),
+    "checkpoint.create_seed_checkpoint": Range(not_, "false: all layouts draw the same weights"),
+    "comm.mode": Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),
+    "experimental.custom_args_module": Range(not_, "nothing: leave it out"),
+    "memory_estimation.enable": Range(not_, "false: not supported"),
+    "model.converters": Range(not_, "an empty list: no float8 or MX here"),
+    "model.tokenizer_path": Range(not_, "nothing: use model.hf_assets_path"),
+    "optimizer.early_step_in_backward": Range(not_, "false"),
+    "parallelism.disable_loss_parallel": Range(
+        not_, "false: ranks compute the exact loss from their parts of the vocabulary"
+    ),
+    "parallelism.enable_async_tensor_parallel": Range(not_, _PLANS),
+    "parallelism.expert_parallel_degree": Range(lambda n: n == 1, "1: there are no experts"),
+    "parallelism.expert_tensor_parallel_degree": Range(lambda n: n == 1, "1: there are no experts"),
+    "parallelism.context_parallel_load_balancer": Range(
+        lambda name: name == "headtail", "'headtail': each rank has an early and a late chunk"
+    ),
+    "parallelism.context_parallel_rotate_method": Range(
+        lambda name: name == "allgather", "'allgather': keys and values are gathered"
+    ),
+}
+"""What torchtitan's own keys allow, where it does not refuse the rest before the first step."""
+
+
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    `torchtitan_lr.checkpoints.resume` applies it.
+    `torchtitan_lr.checkpoints.record` applies it.
     """
 
     FREE = "free"  # it changes no number
@@ -179,7 +239,7 @@ class Training:
       the answers alone
     - 'hf': the Hugging Face dataset that ``dataset_path`` names: a folder, or a name on the Hub
       such as 'owner/name' or 'owner/name@revision'
-    - 'c4', 'c4_validation': streamed from the Hugging Face hub
+    - 'c4': streamed from the Hugging Face hub
     - 'prepared': the folder that ``dataset_path`` names, written by ``torchtitan-lr prepare``, by
       Megatron-LM or by NeMo Curator
 
@@ -293,7 +353,7 @@ class Parallelism:
 class LowRank:
     """The section ``[low_rank]``: how the linear layers are factorised."""
 
-    rank: int = 0
+    rank: Annotated[int, NATURAL] = 0
     """Rank of every factorised linear; 0 uses the flavor's rank."""
 
     rank_attention: int = 0
@@ -390,10 +450,10 @@ class Optimizer:
     tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
     """TSRAdam: steps between refreshes of the embedding's bases."""
 
-    tsr_moments: Literal["keep", "rotate"] = "rotate"
+    tsr_moments: Literal["keep", "rotate"] = "keep"
     """TSRAdam: Adam's moments after a change of bases:
     - 'keep': unchanged (the published code); the new bases are given the signs of the old ones
-    - 'rotate': expressed in the new bases (the paper's theory)"""
+    - 'rotate': expressed in the new bases (the paper's theory), 0.064 nats behind 'keep'"""
 
     tsr_refresh: Annotated[Literal["auto", "sketch", "dense"], FREE] = "auto"
     """TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
@@ -505,8 +565,7 @@ class Validation:
       document or pair in 200 of 'local' (chosen by hash, never trained on), the validation split of
       'c4'
     - 'cpython', 'python_stdlib', 'python_stdlib_docs': their held-out files
-    - 'local': all files that ``dataset_path`` names; none of them may be a training file
-    - 'c4_validation': streamed from the Hugging Face hub"""
+    - 'local': all files that ``dataset_path`` names; none of them may be a training file"""
 
 
 @dataclass

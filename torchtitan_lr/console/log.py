@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from torchtitan_lr.errors import escaped
@@ -18,9 +19,8 @@ console = logging.getLogger("torchtitan_lr.console")
 
 DETAILS_FILE = "details.log"
 
-_PYTHON_WARNINGS = "py.warnings"  # where `logging.captureWarnings` sends them
 _DETAILS_FORMAT = "%(asctime)s %(levelname)s %(name)s %(module)s:%(lineno)d %(message)s"
-_TIME = "%Y-%m-%d %H:%M:%S"  # of details.log
+_CONSOLE_FORMAT = "%(asctime)s %(level)s%(message)s"  # the level before warnings and errors
 
 # Warnings of torchtitan 0.2.2 about which a user can do nothing.
 _NOT_ACTIONABLE = (
@@ -38,7 +38,7 @@ class _OfTheConsole(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == console.name:
             return True
-        if record.levelno < logging.WARNING or record.name == _PYTHON_WARNINGS:
+        if record.levelno < logging.WARNING or record.name == "py.warnings":
             return False
         return not record.getMessage().startswith(_NOT_ACTIONABLE)
 
@@ -47,22 +47,12 @@ class _Escaping(logging.Formatter):
     """Escapes control characters: names and texts of a record may be a stranger's."""
 
     def format(self, record: logging.LogRecord) -> str:
+        record.level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return escaped(super().format(record), keep="\n\t")
 
 
 if logging.lastResort is not None:  # prints the warnings of a process that sets up no log
     logging.lastResort.setFormatter(_Escaping())
-
-
-class _ConsoleFormatter(logging.Formatter):
-    """Writes ``time message``, with the level before warnings and errors."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        text = f"{self.formatTime(record, '%H:%M:%S')} {level}{record.getMessage()}"
-        if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
-        return escaped(text, keep="\n\t")
 
 
 class _Lines(logging.StreamHandler):
@@ -77,41 +67,31 @@ class _DetailsHandler(logging.FileHandler):
         with contextlib.suppress(OSError):  # of opening the file
             super().emit(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing."""
-
 
 def init_console(verbose: bool = False) -> None:
     """Set up the log of this process; a second call replaces the first."""
     root = logging.getLogger()
+    logging.raiseExceptions = False  # an error of a handler has no lines of its own
     root.setLevel(logging.INFO)
     console.setLevel(logging.INFO)
     for handler in list(root.handlers):
         root.removeHandler(handler)
         if isinstance(handler, _DetailsHandler):
             handler.close()
-    lines = _Lines(sys.stdout)
-    if verbose:
-        lines.setFormatter(_Escaping(_DETAILS_FORMAT, _TIME))
-    else:
-        lines.setFormatter(_ConsoleFormatter())
+    lines, details = _Lines(sys.stdout), _Escaping(_DETAILS_FORMAT, "%Y-%m-%d %H:%M:%S")
+    lines.setFormatter(details if verbose else _Escaping(_CONSOLE_FORMAT, "%H:%M:%S"))
+    if not verbose:
         lines.addFilter(_OfTheConsole())
     root.addHandler(lines)
-    if (details := details_path()) is not None:
-        file = _DetailsHandler(details, delay=True)
-        file.setFormatter(_Escaping(_DETAILS_FORMAT, _TIME))
+    # Torchrun has a folder of this rank's output.
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if error_file.name and error_file.parent.is_dir():
+        file = _DetailsHandler(error_file.with_name(DETAILS_FILE), delay=True)
+        file.setFormatter(details)
         root.addHandler(file)
     logging.captureWarnings(True)
     # torch's profiler prints its own lines otherwise.
     os.environ["KINETO_LOG_LEVEL"] = "5"
-
-
-def details_path() -> Path | None:
-    """Return the path of this rank's ``details.log``, None without torchrun's folder for it."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file or not Path(error_file).parent.is_dir():
-        return None
-    return Path(error_file).with_name(DETAILS_FILE)
 
 
 def say(message: str) -> None:
@@ -123,7 +103,7 @@ def say(message: str) -> None:
 
 
 class Pace:
-    """The time that a run still needs, from its mean pace since its first logged step, left out."""
+    """The time that a run still needs, from its mean pace since its first logged step."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -131,9 +111,7 @@ class Pace:
 
     def left(self, step: int, now: float) -> float | None:
         """Return the seconds left after a logged step; None at the first one."""
-        if self._first is None:
-            self._first = step, now
-        since, started = self._first
+        since, started = self._first = self._first or (step, now)
         if step == since:
             return None
         return (now - started) / (step - since) * max(0, self._steps - step)
@@ -141,7 +119,4 @@ class Pace:
 
 def duration(seconds: float) -> str:
     """Return a time as ``h:mm:ss``, with days before it if there are any."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    return f"{days}d {h}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}"
+    return str(timedelta(seconds=round(seconds)))

@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The progress of long work: a bar on a command's terminal, a few plain lines elsewhere."""
+"""The progress of long work: a bar on a command's terminal, a plain line per minute elsewhere."""
 
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torchtitan_lr.console.log import duration, say
+from torchtitan_lr.console.log import say
 
 T = TypeVar("T")
 
-QUIET_SECONDS = 10.0  # time before the first plain line, and the shortest time between two
-BAR_DELAY = 1.0  # time before a bar appears: short work needs none
+BAR_DELAY = 1.0  # seconds before a bar appears: short work needs none
+LINE_SECONDS = 60.0  # before the first plain line, and between two
 
 
 def progress(
@@ -22,7 +22,7 @@ def progress(
     unit: str = "batches",
     shown: bool = True,
 ) -> Iterator[T]:
-    """Yield ``items`` and show how many are done: by a bar, or plain lines without a terminal."""
+    """Yield ``items`` and show how many are done."""
     if not shown:
         yield from items
         return
@@ -35,52 +35,20 @@ def progress(
 @contextmanager
 def counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
     """Show how many of ``total`` units are done, by what is called with the numbers of new ones."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm  # imported late: most commands show no bar
+    from tqdm import tqdm  # imported late: most commands show no progress
 
-        options = {"leave": False, "unit": f" {unit}", "unit_scale": True, "delay": BAR_DELAY}
-        with tqdm(None, what, total, **options) as bar:
-            yield bar.update
-        return
-    lines, count = Plain(what, total, unit), 0
-
-    def done(new: int) -> None:
-        nonlocal count
-        count += new
-        lines.done(count)
-
-    yield done
+    how: dict[str, Any] = {"delay": BAR_DELAY}
+    if not sys.stderr.isatty():
+        how = dict.fromkeys(("delay", "mininterval", "maxinterval"), LINE_SECONDS)
+        how |= {"miniters": 1, "ncols": 0, "file": _Lines()}
+    tqdm.set_lock(threading.RLock())  # tqdm's own is one of processes, and starts one
+    with tqdm(None, what, total, False, unit=f" {unit}", unit_scale=True, **how) as bar:
+        yield bar.update
 
 
-class Plain:
-    """Plain lines of progress, at growing intervals."""
+class _Lines:
+    """A file in which each drawing of a bar is a line."""
 
-    def __init__(
-        self,
-        what: str,
-        total: int | None,
-        unit: str,
-        clock: Callable[[], float] = time.monotonic,
-        write: Callable[[str], None] = say,
-    ) -> None:
-        self._what, self._total, self._unit = what, total, unit
-        self._clock, self._write = clock, write
-        self._started = clock()
-        self._due = self._started + QUIET_SECONDS
-
-    def done(self, count: int) -> None:
-        """Print a line if one is due."""
-        now = self._clock()
-        if now < self._due or count == self._total:
-            return
-        elapsed = now - self._started
-        # A quarter of the time so far: an hour of work has about 20 lines.
-        self._due = now + max(QUIET_SECONDS, elapsed / 4)
-        if not self._total:
-            self._write(f"{self._what}: {count:,} {self._unit} in {duration(elapsed)}")
-            return
-        left = duration(elapsed * max(0.0, self._total / count - 1))
-        self._write(
-            f"{self._what}: {count:,} of {self._total:,} {self._unit} "
-            f"({min(count / self._total, 1):.0%}), {left} left"
-        )
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            say(line)

@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tables as text: Markdown, and aligned columns for a terminal."""
+"""Tables as text: Markdown, aligned columns for a terminal, and values by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torchtitan_lr.errors import escaped
 
@@ -23,3 +24,13 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
             cells.append(cell.rjust(width))
         aligned.append("  ".join(cells).rstrip())
     return "\n".join(aligned)
+
+
+def named_values(values: Mapping[str, Any]) -> str:
+    """Format values by name, one per line; those that are None are left out."""
+    lines = []
+    for name, value in values.items():
+        if value is not None:
+            text = f"{value:,.4f}" if isinstance(value, float) else str(value)
+            lines.append(f"{name.replace('_', ' '):<21}{escaped(text)}")
+    return "\n".join(lines)

@@ -1,24 +1,40 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Description of a run for estimates: model, plan, mesh, and modules of each pipeline rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
+from torch.distributed.tensor import Shard
+
 from torchtitan_lr.compression.settings import CompressionSettings, compression_settings
-from torchtitan_lr.costs.fsdp_messages import named_parameters, split_by_columns
 from torchtitan_lr.costs.hardware import MeshDim
-from torchtitan_lr.costs.held_memory import NamedShapes, Precision, Shape, sharded
-from torchtitan_lr.costs.optimizer_costs import OptimizerCost
+from torchtitan_lr.costs.optimizer_costs import NamedShapes, OptimizerCost, Shape
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, imported
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.plan_parts import TPSettings
-from torchtitan_lr.parallel.plans import tp_settings
-from torchtitan_lr.parallel.stage_split import modules_per_stage
+from torchtitan_lr.parallel.plans import PLANS, tp_settings
+from torchtitan_lr.parallel.stage_split import SCHEDULES, modules_per_stage
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element."""
+
+    parameter: int  # stored weights, their gradients and moments (``training.dtype``)
+    compute: int  # gathered weights and activations (``training.mixed_precision_param``)
+    reduce: int  # FSDP2's gradients on the wire (``training.mixed_precision_reduce``)
+
+    @property
+    def summed(self) -> int:
+        """Whole gradients that are added up over micro-batches."""
+        return max(4, self.compute)
 
 
 @dataclass
@@ -50,11 +66,13 @@ class Run:
             rows = training.local_batch_size * (self.shard // self.cp) * self.replicas
             self.accumulation = training.global_batch_size // rows
         self.tokens = self.microbatch * self.seq_len // self.cp  # n of a micro-batch on a rank
-        batches = self.microbatches * self.accumulation * self.shard * self.replicas
-        self.tokens_per_step = self.tokens * batches  # on all ranks
+        self.rounds = self.microbatches * self.accumulation  # micro-batches of a step
+        self.tokens_per_step = self.tokens * self.rounds * self.shard * self.replicas  # of all
         self.checkpointing: str = self.config.activation_checkpoint.mode
+        # Whether stages compute the gradients of inputs first, and those of weights later
+        self.splits_backward = self.pp > 1 and SCHEDULES[section.pipeline_parallel_schedule][1]
 
-    @property
+    @cached_property
     def mesh(self) -> dict[str, MeshDim]:
         """Sizes and strides of the mesh dimensions, innermost first, in torchtitan's order."""
         sizes = {"tp": self.tp, "fsdp": self.shard, "dp_replicate": self.replicas, "pp": self.pp}
@@ -77,12 +95,9 @@ class Run:
         """Bytes per element."""
         training = self.config.training
         # A codec gets gradients that are not rounded yet.
-        takes_gradients = self.compresses and self.replicas == 1
-        names = (
-            training.dtype,
-            training.mixed_precision_param,
-            "float32" if takes_gradients else training.mixed_precision_reduce,
-        )
+        whole = self.compresses and self.replicas == 1
+        reduced = "float32" if whole else training.mixed_precision_reduce
+        names = training.dtype, training.mixed_precision_param, reduced
         return Precision(*(TORCH_DTYPE_MAP[name].itemsize for name in names))
 
     @property
@@ -94,17 +109,11 @@ class Run:
         """
         training = self.config.training
         reduced = training.mixed_precision_reduce
-        computed = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
-        wide = dict.fromkeys(("statistic", "loss", "core", "sketch", "gram", "momentum"), "float32")
-        return {
-            **computed,
-            **wide,
-            "gradient": reduced,
-            "stored": reduced if reduced == "bfloat16" else training.dtype,
-            "replicas": reduced,
-            "checksum": "int64",
-            "index": "uint8",
-        }
+        roles = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
+        wide = ("statistic", "loss", "core", "sketch", "gram", "momentum")
+        roles |= dict.fromkeys(wide, "float32") | dict.fromkeys(("gradient", "replicas"), reduced)
+        roles["stored"] = reduced if reduced == "bfloat16" else training.dtype
+        return roles | {"checksum": "int64", "index": "uint8"}
 
     @property
     def reshards(self) -> bool:
@@ -134,15 +143,38 @@ class Run:
         return cost
 
     @cached_property
-    def by_columns(self) -> set[str]:
-        """Names of the parameters that FSDP2 splits along their columns, and not their rows."""
-        if not self.entry.splits_columns:
-            return set()
-        return split_by_columns(self.args, self.settings, self.tp, self.shard)
+    def global_shapes(self) -> dict[str, Shape]:
+        """Shape of every parameter of the whole model."""
+        return model_shapes(self.args)
 
-    def splits(self, name: str, local: Shape) -> list[tuple[str, ...]]:
+    @cached_property
+    def local_shapes(self) -> dict[str, Shape]:
+        """What tensor parallelism leaves a rank of every parameter of the whole model."""
+        shapes = dict(self.global_shapes)
+        if self.tp == 1:
+            return shapes
+        for name, shape in shapes.items():
+            placement = PLANS[self.settings.plan].placement(name)
+            if isinstance(placement, Shard):
+                dim = placement.dim
+                shapes[name] = (*shape[:dim], shape[dim] // self.tp, *shape[dim + 1 :])
+        return shapes
+
+    @cached_property
+    def by_columns(self) -> set[str]:
+        """Names of the parameters that FSDP2 splits along their columns, and not their rows.
+
+        For a spectral optimizer: the A (r, d_in) with a whole r whose columns the ranks divide.
+        """
+        found: set[str] = set()
+        for name, size in self.local_shapes.items() if self.entry.splits_columns else ():
+            if name.endswith(".A.weight") and size[0] == self.global_shapes[name][0]:
+                found |= {name} if size[1] % self.shard == 0 else set()
+        return found
+
+    def splits(self, name: str) -> list[tuple[str, ...]]:
         """Return the mesh dimensions that split each dimension of a matrix."""
-        whole, splits = self.global_shapes[name], []
+        whole, local, splits = self.global_shapes[name], self.local_shapes[name], []
         for dim in (0, 1):
             by_fsdp = self.shard > 1 and dim == int(name in self.by_columns)
             names = ["fsdp"] if by_fsdp else []
@@ -150,34 +182,26 @@ class Run:
             splits.append(tuple(names))
         return splits
 
-    def piece(self, name: str, shape: Shape) -> Shape:
-        """Return the first FSDP rank's piece of a parameter."""
-        return sharded(shape, self.shard, dim=int(name in self.by_columns))
+    def piece(self, name: str, rank: int = 0) -> Shape:
+        """Return the shape of an FSDP rank's piece of a parameter.
 
-    @cached_property
-    def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter of the whole model."""
-        return model_shapes(self.args)
+        Pieces have ceil(rows / ranks) rows: the first rank has most, the last may have none.
+        """
+        piece, dim = list(self.local_shapes[name]), int(name in self.by_columns)
+        length = -(-piece[dim] // self.shard)
+        piece[dim] = max(0, min(length, piece[dim] - rank * length))
+        return tuple(piece)
 
     @cached_property
     def stages(self) -> list[dict[str, NamedShapes]]:
         """FSDP units of every pipeline stage: shapes on a tensor-parallel rank, by name."""
-        units = named_parameters(self.args, self.settings, self.tp)
+        units: dict[str, dict[str, Shape]] = {}
+        for name, shape in self.local_shapes.items():
+            units.setdefault(unit_of(name), {})[name] = shape
         if self.pp == 1:
             return [dict(units)]
-        unit_of = {"tok_embeddings": "embedding", "norm": "root", "output": "head"}
-        unit_of |= {f"layers.{i}": f"block {i}" for i in range(self.args.n_layers)}
-        stages: list[dict[str, NamedShapes]] = []
-        for names in modules_per_stage(self.config, self.args.n_layers):
-            stages.append({unit_of[name]: units[unit_of[name]] for name in names})
-        return stages
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether stages compute the gradients of inputs first, and those of weights later."""
-        return self.pp > 1 and (
-            self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
-        )
+        stages = modules_per_stage(self.config, self.args.n_layers)
+        return [{unit_of(name): units[unit_of(name)] for name in names} for names in stages]
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of a pipeline rank, assigned as in torch."""
@@ -193,21 +217,30 @@ class Run:
             units |= self.stages[stage]
         return units
 
-    def pieces_of(self, pp_rank: int) -> dict[str, Shape]:
-        """Return the first FSDP rank's pieces of a pipeline rank's parameters."""
-        return {name: self.piece(name, shape) for name, shape in self.shapes_of(pp_rank).items()}
-
-    def shapes_of(self, pp_rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a pipeline rank's parameters on a tensor-parallel rank."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for unit in self.units_of(pp_rank).values():
-            shapes |= unit
-        return shapes
+    def pieces_of(self, pp_rank: int, rank: int = 0) -> dict[str, Shape]:
+        """Return an FSDP rank's pieces of a pipeline rank's parameters."""
+        return {
+            name: self.piece(name, rank)
+            for unit in self.units_of(pp_rank).values()
+            for name in unit
+        }
 
 
-def blocks_of(units: dict[str, NamedShapes]) -> int:
-    """Count the decoder blocks among units."""
-    return sum(name.startswith("block") for name in units)
+def unit_of(name: str) -> str:
+    """Return the FSDP unit of a module or parameter."""
+    first, *others = name.split(".")
+    units = {"tok_embeddings": "embedding", "norm": "root", "output": "head"}
+    return f"block {others[0]}" if first == "layers" else units[first]
+
+
+def blocks_of(units: Mapping[str, NamedShapes]) -> list[int]:
+    """Return the places in the model of the decoder blocks among units."""
+    return [int(name.split()[1]) for name in units if name.startswith("block")]
+
+
+def elements(shapes: NamedShapes) -> int:
+    """Return the numbers in tensors together."""
+    return sum(map(prod, shapes.values()))
 
 
 def read_run(config: Any, world: int) -> Run:

@@ -1,31 +1,31 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Record the kernels of a run on fake tensors: products, attention and element-wise work.
+"""Record a run on fake tensors: living storages, products, attention and element-wise kernels.
 
 The recorder sees every operator below autograd, backward and recomputation included.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtitan_lr.compat import dispatch
 from torchtitan_lr.compat.fake import RehearsalMode, rms_norm_by
 
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in dispatch.ATTENTION_OPERATORS})
+# Operators, and the position of their first factor
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
-"""Operators, and the position of their first factor."""
 _PICKS = ("gather", "embedding")  # operators that read of a table as much as they return
+# Operators that change as much of a table as they add, and the position of what they add
 _SPREADS = {"scatter_add_": 3}
-"""Operators that change as much of a table as they add, and the position of what they add."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Work:
     # FLOPs of fused attention; the masked half of the scores is not computed
     attention: float = 0.0
     traffic: float = 0.0  # bytes that the other kernels read and write
-    kernels: float = 0.0  # number of kernels, products and attention included
+    kernels: float = 0.0  # number of those and of attention's
 
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         """Return this work and ``times`` the other."""
@@ -66,55 +66,68 @@ class Work:
         for product, calls in other.products.items():
             products[product] += times * calls  # type: ignore[assignment]
         return Work(
-            Counter({product: calls for product, calls in products.items() if calls}),
+            products,
             self.attention + times * other.attention,
             self.traffic + times * other.traffic,
             self.kernels + times * other.kernels,
         )
 
 
-_Sizes = dict[tuple[int, int], int]  # bytes by storage and offset
+@dataclass
+class _Storage:
+    reference: StorageWeakRef  # while it exists, no other storage gets the address
+    size: int  # bytes that count as living
+    number: int  # unlike an address, never used again
+
+
+_Sizes = dict[tuple[int, int], int]  # bytes by number of the storage and offset
 
 
 @dataclass
-class _Operator:
+class _Kernel:
+    """An operator, or several element-wise ones."""
+
     backward: bool
-    reads: _Sizes
-    writes: _Sizes
+    reads: _Sizes = field(default_factory=dict)
+    writes: _Sizes = field(default_factory=dict)
     product: Product | None = None
     attention: float = 0.0
     extern: bool = False  # whether no compiler fuses it: a product, attention or a collective
-    counted: bool = True
+    last: int = 0  # bytes that the last of several operators writes
 
 
-class KernelRecorder(RehearsalMode):
-    """Records operators and what they read and write."""
+class Recorder(RehearsalMode):
+    """Tracks the storages that operators allocate; records operators, what they read and write."""
 
-    def __init__(self) -> None:
+    def __init__(self, outside: Collection[int] = ()) -> None:
         super().__init__()
         self.backward = False  # set by the caller when backward begins
-        self._operators: list[_Operator] = []
-        self._held: list[torch.UntypedStorage] = []  # so that no address is used again
-        self._ids: dict[int, int] = {}
+        self.peak = 0  # bytes
+        self._outside = outside  # addresses of storages that do not count
+        self._at_most = self._numbers = 0
+        self._storages: dict[int, _Storage] = {}
+        self._operators: list[_Kernel] = []
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        # An operator on a list in place returns nothing.
+        results = args[0] if out is None and "_foreach" in str(func) else out
+        writes = self._sizes(results, allocated=True)
+        if self._at_most > self.peak:  # otherwise a sweep cannot change the peak
+            self._at_most = self._sweep()
+            self.peak = max(self.peak, self._at_most)
         # A tensor into which an operator writes its result is no input.
         named = {name: value for name, value in kwargs.items() if name != "out"}
         inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)
-        # An operator on a list in place returns nothing.
-        results = args[0] if out is None and "_foreach" in str(func) else out
-        self._record(func, dispatch.tree_leaves(inputs), dispatch.tree_leaves(results), args)
-
-    def _record(self, func: Any, inputs: list[Any], outputs: list[Any], args: Any) -> None:
-        reads, writes = self._sizes(inputs), self._sizes(outputs)
         namespace, _, name = str(func).rpartition(".")[0].rpartition(".")
         if not writes or name in _ALLOCATIONS:
             return
         if namespace not in ("aten", "prims") and "c10d" not in namespace:
             # A mark of checkpointing: an identity that a compiler removes.
-            for (new, _), (old, _) in zip(writes, reads, strict=False):
-                self._ids[new] = old
+            for new, old in zip(_tensors(out), _tensors(inputs), strict=False):
+                old_number = self._known(old.untyped_storage()).number
+                self._known(new.untyped_storage()).number = old_number
             return
+        reads = self._sizes(inputs)
         known = {storage for storage, _ in reads}
         if not dispatch.changes_arguments(func) and all(storage in known for storage, _ in writes):
             return  # a view
@@ -124,47 +137,63 @@ class KernelRecorder(RehearsalMode):
             added = args[_SPREADS[name]]
             size = added.numel() * added.element_size()
             reads, writes = _at_most(reads, size), _at_most(writes, size)
-        operator = _Operator(self.backward, reads, writes)
-        if "c10d" in namespace:
-            operator.extern, operator.counted = True, False
-        elif name in _PRODUCTS:
-            first = _PRODUCTS[name]
-            operator.product, operator.extern = _product(args[first], args[first + 1]), True
+        operator = _Kernel(self.backward, reads, writes)
+        if name in _PRODUCTS:
+            operator.product = _product(*args[_PRODUCTS[name] :][:2])
         elif name.startswith(_ATTENTION):
-            operator.attention, operator.extern = _attention_flops("backward" in name, args), True
+            operator.attention = _attention_flops("backward" in name, args)
+        heavy = operator.product is not None or operator.attention > 0
+        operator.extern = heavy or "c10d" in namespace
         self._operators.append(operator)
+
+    def _known(self, storage: torch.UntypedStorage, allocated: bool = False) -> _Storage:
+        address = dispatch.storage_address(storage)
+        known = self._storages.get(address)
+        if known is None or known.reference.expired():
+            size = storage.nbytes() if allocated and address not in self._outside else 0
+            self._numbers += 1
+            known = _Storage(StorageWeakRef(storage), size, self._numbers)
+            self._storages[address] = known
+            self._at_most += size
+        return known
+
+    def bytes(self) -> int:
+        """Return the bytes of the live storages."""
+        gc.collect()
+        return self._sweep()
+
+    def _sweep(self) -> int:
+        gone = [a for a, storage in self._storages.items() if storage.reference.expired()]
+        for address in gone:
+            del self._storages[address]
+        return sum(storage.size for storage in self._storages.values())
 
     def record(self, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Record a kernel that no operator of this machine stands for."""
-        self._operators.append(_Operator(self.backward, self._sizes(reads), self._sizes(writes)))
+        self._operators.append(_Kernel(self.backward, self._sizes(reads), self._sizes(writes)))
 
-    def _sizes(self, leaves: list[Any]) -> _Sizes:
+    def _sizes(self, tree: Any, allocated: bool = False) -> _Sizes:
         sizes: _Sizes = {}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                storage = leaf.untyped_storage()
-                address = dispatch.storage_address(storage)
-                if address not in self._ids:
-                    self._ids[address] = address
-                    self._held.append(storage)
-                whole = min(leaf.numel() * leaf.element_size(), storage.nbytes())
-                key = self._ids[address], int(leaf.storage_offset())
-                sizes[key] = max(sizes.get(key, 0), whole)
+        for x in _tensors(tree):
+            storage = x.untyped_storage()
+            whole = min(x.numel() * x.element_size(), storage.nbytes())
+            key = self._known(storage, allocated).number, int(x.storage_offset())
+            sizes[key] = max(sizes.get(key, 0), whole)
         return sizes
 
     def work(self, backward: bool, fused: bool) -> Work:
         """Return the work of a pass."""
         mine = [operator for operator in self._operators if operator.backward == backward]
         products = Counter(o.product for o in mine if o.product is not None)
-        attention = sum(operator.attention for operator in mine)
-        heavy = sum(o.extern and o.counted for o in mine)
+        attention = [operator.attention for operator in mine if operator.attention]
         if fused:
             traffic, kernels = self._fused(backward)
         else:
             others = [operator for operator in mine if not operator.extern]
             traffic = sum(sum(o.reads.values()) + sum(o.writes.values()) for o in others)
             kernels = len(others)
-        return Work(products, attention, float(traffic), float(heavy + kernels))
+        kernels += len(attention)
+        return Work(products, sum(attention), float(traffic), float(kernels))
 
     def _fused(self, backward: bool) -> tuple[int, int]:
         """Return bytes and kernels where each run of element-wise operators is one kernel.
@@ -176,10 +205,10 @@ class KernelRecorder(RehearsalMode):
         needed: set[int] = set()  # what products and collectives read
         for operator in self._operators:
             if operator.extern:
-                needed.update(key[0] for key in operator.reads)
+                needed.update(number for number, _ in operator.reads)
         makers: dict[int, _Kernel] = {}  # which kernel writes a result
         for kernel in kernels:
-            makers |= {key[0]: kernel for key in kernel.writes}
+            makers |= {number: kernel for number, _ in kernel.writes}
         mine = [kernel for kernel in kernels if kernel.backward == backward]
         traffic = 0
         for kernel in mine:
@@ -190,18 +219,14 @@ class KernelRecorder(RehearsalMode):
                     reads[key] = size
                 else:
                     reads.update(maker.reads)
-            kept = {key: size for key, size in kernel.writes.items() if key[0] in needed}
-            last = max(kernel.writes.values(), default=0)
-            traffic += sum(reads.values()) + (sum(kept.values()) or min(last, kernel.last))
+            kept = sum(size for key, size in kernel.writes.items() if key[0] in needed)
+            largest = max(kernel.writes.values(), default=0)
+            traffic += sum(reads.values()) + (kept or min(largest, kernel.last))
         return traffic, len(mine)
 
 
-@dataclass
-class _Kernel:
-    backward: bool
-    reads: _Sizes = field(default_factory=dict)
-    writes: _Sizes = field(default_factory=dict)
-    last: int = 0
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in dispatch.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _product(a: Tensor, b: Tensor) -> Product:
@@ -219,7 +244,7 @@ def _attention_flops(backward: bool, args: Any) -> float:
     return (5 if backward else 2) * each
 
 
-def _runs(operators: list[_Operator]) -> list[_Kernel]:
+def _runs(operators: list[_Kernel]) -> list[_Kernel]:
     """Join operators between two that no compiler fuses."""
     kernels: list[_Kernel] = []
     fresh = True
@@ -231,8 +256,8 @@ def _runs(operators: list[_Operator]) -> list[_Kernel]:
             kernels.append(_Kernel(operator.backward))
             fresh = False
         kernel = kernels[-1]
-        made = {storage for storage, _ in kernel.writes}
-        kernel.reads |= {k: size for k, size in operator.reads.items() if k[0] not in made}
+        made = {number for number, _ in kernel.writes}
+        kernel.reads |= {key: n for key, n in operator.reads.items() if key[0] not in made}
         kernel.writes |= operator.writes
         kernel.last = sum(operator.writes.values())
     return kernels
@@ -243,11 +268,12 @@ def _at_most(sizes: _Sizes, size: int) -> _Sizes:
 
 
 class _OneKernel(torch.autograd.Function):
-    """RMSNorm as one kernel, and its backward as another."""
+    """RMSNorm as one kernel, which keeps its input and the statistic; backward is another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, recorder: KernelRecorder) -> Tensor:
-        ctx.save_for_backward(x, *(() if weight is None else (weight,)))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recorder: Recorder) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=wide))
         ctx.recorder = recorder
         y = torch.empty_like(x)
         recorder.record([x], [y])
@@ -255,21 +281,18 @@ class _OneKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        dx, sums = torch.empty_like(x), [torch.empty_like(weight) for weight in weights]
-        ctx.recorder.record([x, *gradients], [dx, *sums])
-        return dx, (sums[0] if sums else None), None
+        x, weight, _ = ctx.saved_tensors
+        dx, dw = torch.empty_like(x), torch.empty_like(weight)
+        ctx.recorder.record([x, *gradients], [dx, dw])
+        return dx, dw, None
 
 
 @contextmanager
-def norm_in_one_kernel(recorder: KernelRecorder) -> Iterator[None]:
+def norm_in_one_kernel(recorder: Recorder) -> Iterator[None]:
     """Replace `F.rms_norm`, which the CPU has not as one kernel but GPUs have."""
 
-    def fused(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
-        if isinstance(x, DTensor) or isinstance(weight, DTensor):
-            return original(x, shape, weight, eps)
+    def fused(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Any:
         return _OneKernel.apply(x, weight, recorder)
 
-    original = F.rms_norm
     with rms_norm_by(fused):
         yield

@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Rows of predicted traffic; elements are counted like in the ledger."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -28,10 +29,15 @@ class Traffic:
 
 
 def of_pass(
-    pass_: Pass, op: str, payloads: Sequence[int], role: str = "activation", scope: str = "block"
+    pass_: Pass,
+    op: str,
+    payloads: Sequence[int],
+    role: str = "activation",
+    scope: str = "block",
+    mesh_dim: str = "tp",
 ) -> Traffic:
     """Return the row of one collective per payload, of so many elements each."""
-    return Traffic(scope, pass_, op, role, len(payloads), sum(payloads))
+    return Traffic(scope, pass_, op, role, len(payloads), sum(payloads), mesh_dim)
 
 
 forward, backward = partial(of_pass, "forward"), partial(of_pass, "backward")
@@ -39,14 +45,13 @@ forward, backward = partial(of_pass, "forward"), partial(of_pass, "backward")
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """Add up rows that differ only in calls and elements."""
-    merged: dict[Traffic, Traffic] = {}
+    calls: Counter[Traffic] = Counter()
+    elements: Counter[Traffic] = Counter()
     for row in rows:
-        key = replace(row, calls=0, elements=0)
-        old = merged.get(key, key)
-        merged[key] = replace(
-            old, calls=old.calls + row.calls, elements=old.elements + row.elements
-        )
-    return list(merged.values())
+        kind = replace(row, calls=0, elements=0)
+        calls[kind] += row.calls
+        elements[kind] += row.elements
+    return [replace(kind, calls=n, elements=elements[kind]) for kind, n in calls.items()]
 
 
 def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
@@ -57,26 +62,3 @@ def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
         role = own.get(role, role)
     dtype: torch.dtype = getattr(torch, dtypes[role])
     return dtype.itemsize
-
-
-def pipeline_traffic(
-    boundaries: Sequence[int], local_stages: Collection[int], batch: int, microbatches: int
-) -> list[Traffic]:
-    """Return a rank's messages per pass: one per boundary, micro-batch and direction.
-
-    Boundary i lies between the stages i and i + 1; `boundaries` are elements per sequence.
-    Neighbouring stages on one rank (the turn of a V-shaped schedule) send no message.
-    """
-    rows = []
-    for index, of_a_sequence in enumerate(boundaries):
-        sends = index in local_stages
-        if sends == (index + 1 in local_stages):
-            continue
-        elements = microbatches * batch * of_a_sequence
-        there, back = ("send", "recv") if sends else ("recv", "send")
-        scope = f"boundary {index}"
-        rows += [
-            Traffic(scope, "forward", there, "activation", microbatches, elements, "pp"),
-            Traffic(scope, "backward", back, "activation", microbatches, elements, "pp"),
-        ]
-    return rows

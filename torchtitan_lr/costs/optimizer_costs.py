@@ -19,7 +19,6 @@ from torchtitan_lr.costs.gram_messages import (
     spectral_traffic,
     wide_flops,
 )
-from torchtitan_lr.costs.held_memory import NamedShapes, adam_state, spectral_state, tsr_state
 from torchtitan_lr.costs.messages import Traffic, element_size, merge
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.errors import require
@@ -28,6 +27,13 @@ from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matr
 
 if TYPE_CHECKING:
     from torchtitan_lr.costs.described_run import Run
+
+Shape = tuple[int, ...]
+NamedShapes = Mapping[str, Shape]
+
+MOMENTS = 2  # of AdamW and TSR-Adam, numbers per number
+STEP_BYTES = 4  # of a step counter, an fp32 scalar: AdamW's of each tensor, TSR-Adam's of a rank
+COUNTER_BYTES = 8  # of an int64 counter: TSR-Adam counts the refreshes of each matrix
 
 ADAMW_PASSES = 10
 """Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
@@ -85,7 +91,8 @@ class OptimizerCost:
 
     def state_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of the states of a rank's pieces of parameters."""
-        return adam_state(pieces, self.run.precision.parameter)
+        size = MOMENTS * self.run.precision.parameter
+        return sum(STEP_BYTES + size * prod(piece) for piece in pieces.values())
 
     def buffer_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes that it holds besides the states."""
@@ -103,10 +110,6 @@ class OptimizerCost:
         """Return the FLOPs of products that grow with the model alone, each once."""
         return 0.0
 
-    def small_flops(self, pp_rank: int) -> tuple[float, float]:
-        """Return the FLOPs of (r, r) products: of a pipeline rank's matrices, and of one rank."""
-        return 0.0, 0.0
-
 
 class MatrixCost(OptimizerCost):
     """Of an optimizer of matrices (r, n), which sends sums of (r, r); AdamW updates the rest."""
@@ -114,25 +117,24 @@ class MatrixCost(OptimizerCost):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         chosen = select_matrices(run.global_shapes, run.entry.updates).names
-        self.names = [name for name in run.global_shapes if name in chosen]
+        # Of the model, in its order; nothing splits them.
+        self.whole: dict[str, SpectralMatrix] = {}
+        for name, shape in run.global_shapes.items():
+            if name in chosen:
+                self.whole[name] = SpectralMatrix.of(name, shape, ((), ()))
 
     def matrices(self, pp_rank: int) -> list[SpectralMatrix]:
         """Return a rank's matrices and their splits, in the model's order."""
-        shapes, matrices = self.run.shapes_of(pp_rank), []
-        for name in self.names:
-            if name in shapes:  # else another pipeline rank has it
-                splits = self.run.splits(name, shapes[name])
-                matrices.append(SpectralMatrix.of(name, self.run.global_shapes[name], splits))
-        return matrices
-
-    def whole_matrices(self) -> list[SpectralMatrix]:
-        """Return the matrices of the model, which nothing splits."""
-        shapes = self.run.global_shapes
-        return [SpectralMatrix.of(name, shapes[name], ((), ())) for name in self.names]
+        run, pieces = self.run, self.run.pieces_of(pp_rank)
+        return [
+            SpectralMatrix.of(name, run.global_shapes[name], run.splits(name))
+            for name in self.whole
+            if name in pieces  # else another pipeline rank has it
+        ]
 
     def own(self, pieces: NamedShapes) -> tuple[NamedShapes, NamedShapes]:
         """Divide pieces into those of matrices and those of AdamW."""
-        own = {name: piece for name, piece in pieces.items() if name in self.names}
+        own = {name: piece for name, piece in pieces.items() if name in self.whole}
         return own, {name: piece for name, piece in pieces.items() if name not in own}
 
 
@@ -154,12 +156,10 @@ class SpectralCost(MatrixCost):
     def state_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of momenta and vectors, and of AdamW's moments."""
         own, others = self.own(pieces)
-        vectors = dict.fromkeys(own, 0)
+        numbers = sum(map(prod, own.values()))
         if self.rule == "Spectron":
-            whole = zip(self.names, self.whole_matrices(), strict=True)
-            vectors |= {name: matrix.r for name, matrix in whole if name in own}
-        adamw = adam_state(others, self.run.precision.parameter)
-        return spectral_state(own, self.wide, vectors) + adamw
+            numbers += sum(self.whole[name].r for name in own)
+        return self.wide * numbers + super().state_bytes(others)
 
     def work(self, pp_rank: int) -> OptimizerWork:
         """Return products of momenta and of (r, r) matrices, and passes over matrices."""
@@ -174,15 +174,9 @@ class SpectralCost(MatrixCost):
     def model_flops(self) -> float:
         """Return the FLOPs of all products of a step, each once."""
         flops = 0
-        for matrix in self.whole_matrices():
+        for matrix in self.whole.values():
             flops += wide_flops(self.rule, matrix, {}) + small_flops(self.rule, matrix.r)
         return flops
-
-    def small_flops(self, pp_rank: int) -> tuple[float, float]:
-        """Return the FLOPs of (r, r) products; ranks share them."""
-        matrices = self.matrices(pp_rank)
-        whole = sum(small_flops(self.rule, matrix.r) for matrix in matrices)
-        return whole, rank_small_flops(self.rule, matrices, self.run.ranks)
 
 
 class TSRCost(OptimizerCost):
@@ -193,19 +187,19 @@ class TSRCost(OptimizerCost):
         self.settings = TSRSettings.from_config(run.config.optimizer)
         self.plans: Mapping[str, MatrixPlan] = plan_matrices(run.global_shapes, self.settings)
 
-    def names(self, pp_rank: int) -> list[str]:
-        """Return a rank's compressed matrices, in the order of backward."""
-        return [name for name in reversed(self.run.shapes_of(pp_rank)) if name in self.plans]
+    def plans_of(self, pp_rank: int) -> list[MatrixPlan]:
+        """Return the plans of a rank's compressed matrices, in the order of backward."""
+        return [self.plans[n] for n in reversed(self.run.pieces_of(pp_rank)) if n in self.plans]
 
     def sent(self, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
-        """Return what a step sends in which some of `names`, by index, refresh."""
-        run, shapes = self.run, self.run.shapes_of(pp_rank)
+        """Return what a step sends in which some of `plans_of`, by index, refresh."""
+        run, matrices = self.run, []
         sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
-        matrices = []
-        for name in self.names(pp_rank):
-            plan, splits = self.plans[name], run.splits(name, shapes[name])
-            rows, columns = (1, 0) if plan.transposed else (0, 1)
-            matrices.append(TSRMatrix(plan, splits[rows], splits[columns]))
+        for plan in self.plans_of(pp_rank):
+            rows, columns = run.splits(plan.name)
+            if plan.transposed:
+                rows, columns = columns, rows
+            matrices.append(TSRMatrix(plan, rows, columns))
         pieces = reversed(run.pieces_of(pp_rank).items())
         dense = [prod(piece) for name, piece in pieces if name not in self.plans]
         mesh = TSRMesh(sharding, run.replicas)
@@ -217,14 +211,10 @@ class TSRCost(OptimizerCost):
 
     def mean_traffic(self, pp_rank: int) -> list[Traffic]:
         """Return what a step sends on average over the refreshes, rounded."""
-        plans = [self.plans[name] for name in self.names(pp_rank)]
-        if not plans:
-            return self.traffic(pp_rank)
+        plans = self.plans_of(pp_rank)
         steps = lcm(*{plan.interval for plan in plans})
-        times: Counter[tuple[int, ...]] = Counter()  # of the matrices that refresh together
-        for step in range(steps):
-            due = tuple(i for i, plan in enumerate(plans) if step % plan.interval == plan.offset)
-            times[due] += 1
+        # Steps by the matrices that refresh together
+        times = Counter(_due(plans, step, 1) for step in range(steps))
         rows = []
         for due, count in times.items():
             for row in self.sent(pp_rank, due):
@@ -236,7 +226,7 @@ class TSRCost(OptimizerCost):
 
     def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
         """Return what the first step sends, the later step that sends most, and others."""
-        plans = [self.plans[name] for name in self.names(pp_rank)]
+        plans = self.plans_of(pp_rank)
         steps = lcm(*{plan.interval for plan in plans})
         later = {_due(plans, step, 1) for step in range(1, steps + 1)}
         return {
@@ -251,8 +241,20 @@ class TSRCost(OptimizerCost):
         return sum(row.elements * element_size(row, self.run.wire_dtypes) for row in rows)
 
     def state_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of bases and moments, fp32 or wider, of all model parts of a rank."""
-        return tsr_state(pieces, self.wide, self.plans)
+        """Return the bytes of bases and moments, fp32 or wider, of all model parts of a rank.
+
+        A compressed matrix has U (m, r) and V (n, r), sharded like its rows and columns, and two
+        moments (r, r); with one-sided projection U and two moments (r, n). Others have AdamW's.
+        """
+        total, numbers = STEP_BYTES, 0
+        for name, piece in pieces.items():
+            if plan := self.plans.get(name):
+                m, n = reversed(piece) if plan.transposed else piece
+                total += COUNTER_BYTES
+                numbers += plan.rank * (m + n * plan.two_sided) + MOMENTS * plan.core_elements(n)
+            else:
+                numbers += MOMENTS * prod(piece)
+        return total + self.wide * numbers
 
     def buffer_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of the cores of a step."""

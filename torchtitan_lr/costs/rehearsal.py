@@ -1,17 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tensors that autograd keeps between forward and backward, counted on blocks without data.
+"""A micro-batch of one rank, run on tensors without data: memory, kernels, repeated messages.
 
 The blocks themselves run on fake tensors as one rank of a process group that does not exist. What
 is alive after forward is what a real run keeps; backward tells how much memory it takes on top, and
-which collectives checkpointing repeats. The CPU's RMSNorm keeps more than a GPU's, which
-`rank_memory.rehearse_run` subtracts.
+which collectives checkpointing repeats.
 """
+
+from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,25 +21,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.compat.dispatch import storage_address, tree_leaves
-from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_process_group
+from torchtitan_lr.compat.dispatch import storage_address
+from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
 from torchtitan_lr.compat.pipelining import backward_in_halves
+from torchtitan_lr.costs.kernels import Recorder, Work, norm_in_one_kernel
+from torchtitan_lr.costs.messages import Traffic, merge
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.ends import summed_loss
 from torchtitan_lr.models.llama import PLACES, LlamaModel
 from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
+from torchtitan_lr.parallel.recompute import (
+    EAGER_MODES,
+    apply_activation_checkpoint,
+    compiles_model,
+    wrapping_period,
+)
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
+
+if TYPE_CHECKING:
+    from torchtitan_lr.costs.described_run import Run
 
 Prepare = Callable[[nn.Module], None]
 """What is done to the model between tensor parallelism and the forward pass: checkpointing."""
 
-Repeats = dict[tuple[str, str, str, str], tuple[int, int]]
-"""Collectives that run again: calls and elements by part of the model, mesh dimension, operation
-and dtype."""
+Passes = list[Work]  # of forward, and of backward with what checkpointing repeats
 
 
 @dataclass(frozen=True)
@@ -54,65 +66,117 @@ class Workload:
     gather: str = "kv"  # what they gather, ``kv`` or ``latents``
     # Whether a pipeline computes gradients of inputs first, and those of weights later
     splits_backward: bool = False
-
-    def inputs(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return token ids on a rank, and what else its model is called with."""
-        tokens = torch.zeros(self.batch, self.seq_len // self.cp_degree, dtype=torch.long)
-        arguments = {"targets": tokens}
-        if self.cp_degree > 1:
-            arguments[PLACES] = torch.zeros_like(tokens)
-        return tokens, arguments
+    on_gpu: bool = False  # whether RMSNorm is one kernel, as on a GPU, which keeps less
+    compiles: bool = False  # whether a compiler fuses the element-wise kernels of a block
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The memory of one rank for one micro-batch."""
+    """One rank for one micro-batch."""
 
     # Bytes kept by a block, its input included, its output not; a mean over ``selective`` turns
     block: float
     ends: int  # bytes kept by the embedding, the final norm, the head and the loss
     working: int  # bytes that backward needs beyond what forward left, whole gradients aside
-    # Collectives that run again in a period of checkpointing: calls and elements
-    repeated: "PerPeriod" = field(default_factory=dict)
+    block_work: Passes  # likewise a mean
+    ends_work: Passes
+    period: int  # blocks after which the pattern of checkpointing repeats
+    sent_again: list[Traffic]  # what checkpointing repeats, of the blocks of two periods
     # Likewise of a backward in two halves, which the first stage of a pipeline does not have
-    repeated_in_halves: "PerPeriod" = field(default_factory=dict)
+    sent_again_in_halves: list[Traffic]
+
+    def repeated(self, block: int, in_halves: bool = False) -> list[Traffic]:
+        """Return what a block of the whole model sends again for a micro-batch."""
+        # LaX's first block has no latents to add; a later stage gets some.
+        first = block < self.period and not in_halves
+        rehearsed = block if first else self.period + block % self.period
+        rows = self.sent_again_in_halves if in_halves else self.sent_again
+        again = [row for row in rows if row.scope == f"block {rehearsed}"]
+        return [replace(row, scope=f"block {block}") for row in again]
 
 
-# By mesh dimension, operation and dtype
-PerPeriod = dict[tuple[str, str, str], tuple[int, int]]
+_KNOWN: dict[str, Rehearsal] = {}
+
+
+def rehearse_run(run: Run, mode: str | None = None, on_gpu: bool = True) -> Rehearsal:
+    """Rehearse a run's blocks; the compiler's own mode is a straight line between two others."""
+    section = run.config.activation_checkpoint
+    mode = run.checkpointing if mode is None else mode
+    if mode not in EAGER_MODES:
+        least, most = (rehearse_run(run, each, on_gpu) for each in ("full", "none"))
+        return _between(least, most, section.memory_budget)
+    workload = Workload(
+        run.args,
+        run.settings if run.tp > 1 else TPSettings(),
+        run.tp,
+        run.microbatch,
+        run.seq_len,
+        TORCH_DTYPE_MAP[run.config.training.mixed_precision_param],
+        run.cp,
+        run.gather,
+        run.splits_backward,
+        on_gpu,
+        compiles_model(run.config),
+    )
+    # Fake tensors have no generator whose state could be kept; it is a few kilobytes.
+    section = replace(section, mode=mode, preserve_rng_state=False)
+    # Alternatives, and runs that differ in their ranks only, often have the same blocks.
+    key = repr((workload, section))
+    if key not in _KNOWN:
+        compiler = replace(run.config.compile, enable=False)
+        config = replace(run.config, activation_checkpoint=section, compile=compiler)
+        prepare = partial(apply_activation_checkpoint, job_config=config)
+        _KNOWN[key] = rehearse(workload, prepare, wrapping_period(section, mode))
+    return _KNOWN[key]
+
+
+def _between(least: Rehearsal, most: Rehearsal, share: float) -> Rehearsal:
+    def mean(a: Passes, b: Passes) -> Passes:
+        return [x.plus(x, -share).plus(y, share) for x, y in zip(a, b, strict=True)]
+
+    return replace(
+        least,
+        block=least.block + share * (most.block - least.block),
+        working=max(least.working, most.working),
+        block_work=mean(least.block_work, most.block_work),
+        ends_work=mean(least.ends_work, most.ends_work),
+    )
 
 
 def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1) -> Rehearsal:
     """Run a short model forward and backward on tensors without data.
 
-    It has one and three blocks, or periods of ``selective_ac_option``, of which the mean counts.
+    It has one and two blocks, or periods of ``selective_ac_option``: the second counts.
     """
-    short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
-    halves: PerPeriod = {}
+    shorter, longer = (
+        replace(workload, args=replace(workload.args, n_layers=n * period)) for n in (1, 2)
+    )
     with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
-        whole = [replace(workload, args=args, splits_backward=False) for args in short]
-        one, three = (run_once(shorter, mesh, prepare) for shorter in whole)
-        repeated = _per_period(one.repeated, three.repeated)
+        one, two = (_run(each, mesh, prepare) for each in (shorter, longer))
+        halves = []
         if workload.splits_backward and mesh is not None:
-            split = [replace(shorter, splits_backward=True) for shorter in whole]
-            halves = _per_period(*(run_once(again, mesh, prepare).repeated for again in split))
-    for what in [what for what in repeated if what[0] == "cp"]:
-        # What attention gathers again in any backward is no repetition.
-        calls, elements = repeated.pop(what)
-        if what in halves:
-            halves[what] = halves[what][0] - calls, halves[what][1] - elements
-    block = (three.kept - one.kept) / (2 * period)
-    ends = one.kept - round(period * block)
-    return Rehearsal(block, ends, three.peak - three.kept, repeated, halves)
-
-
-def _per_period(one: Repeats, three: Repeats) -> PerPeriod:
-    """Return what a period of blocks repeats, from runs of one and of three periods."""
-    less, found = _over_parts(one), {}
-    for key, (calls, elements) in _over_parts(three).items():
-        first = less.get(key, (0, 0))
-        found[key] = ((calls - first[0]) // 2, (elements - first[1]) // 2)
-    return found
+            halves = _run(longer, mesh, prepare, in_halves=True).sent
+    # What attention under context parallelism gathers in any backward is no repetition.
+    usual = [row for row in two.sent if row.mesh_dim == "cp"]
+    again = [row for row in two.sent if row.mesh_dim != "cp"]
+    halves += [replace(row, calls=-row.calls, elements=-row.elements) for row in usual if halves]
+    block_work, ends_work = [], []
+    for backward in (False, True):
+        less, more = (run.recorder.work(backward, workload.compiles) for run in (one, two))
+        block_work.append(Work().plus(more.plus(less, -1), 1 / period))
+        # The trainer compiles block by block: embedding, norm, head and loss run as written.
+        less, more = (run.recorder.work(backward, fused=False) for run in (one, two))
+        ends_work.append(less.plus(less.plus(more, -1)))
+    return Rehearsal(
+        block=(two.kept - one.kept) / period,
+        ends=2 * one.kept - two.kept,
+        working=two.recorder.peak - two.kept,
+        block_work=block_work,
+        ends_work=ends_work,
+        period=period,
+        sent_again=again,
+        sent_again_in_halves=merge(halves),
+    )
 
 
 @contextmanager
@@ -128,24 +192,62 @@ def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None
         yield init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
-def _attend_without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # A GPU has no mask of a rank's own tokens to those of the row, which a CPU adds.
-    out: Tensor = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-    return out
-
-
 @dataclass
-class Count:
-    """Bytes after forward, bytes at the peak of backward, and repeated collectives of a run."""
-
-    kept: int
-    peak: int
-    repeated: Repeats
+class _Run:
+    recorder: Recorder
+    kept: int  # bytes after forward
+    sent: list[Traffic]  # what recomputation sends, and what context parallelism gathers again
 
 
-def build_prepared(
-    workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None
-) -> LlamaModel:
+def _run(
+    workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None, in_halves: bool = False
+) -> _Run:
+    """Run a model forward and backward on tensors without data."""
+    with FakeTensorMode(), ExitStack() as recording:
+        gc.freeze()  # what is there already is not searched for what this run leaves
+        recording.callback(gc.unfreeze)
+        model = _build(workload, mesh, prepare)
+        for parameter in model.parameters():
+            # Whole gradients are counted elsewhere, by unit.
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        shape = workload.batch, workload.seq_len // workload.cp_degree
+        tokens, places = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+        arguments = {"targets": tokens} | ({PLACES: places} if workload.cp_degree > 1 else {})
+        outside = (*model.parameters(), tokens, places, model.freqs_cis)
+        recorder = Recorder({storage_address(_storage(x)) for x in outside})
+        ledger = None
+        if mesh is not None:
+            groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+            ledger = recording.enter_context(CommLedger([model], groups))
+        recording.enter_context(recorder)
+        if workload.on_gpu:
+            recording.enter_context(norm_in_one_kernel(recorder))
+        x = tokens
+        if in_halves:
+            x = model.get_submodule("tok_embeddings")(tokens).detach().requires_grad_()
+            model.tok_embeddings = None  # as in a later stage
+        # Mostly the head computes the loss: its logits exist a chunk at a time.
+        loss = summed_loss(model(x, **arguments), tokens)
+        kept = recorder.bytes() - _storage(loss).nbytes()
+        recorder.backward = True
+        if in_halves:
+            backward_in_halves(loss, x, list(model.parameters()))
+        else:
+            loss.backward()
+    sent = []
+    for row in ledger.rows(split_recompute=True) if ledger else ():
+        gathers = row["mesh_dim"] == "cp" and row["op"] == "all_gather"
+        if row["recompute"] or (gathers and row["pass"] == "backward"):
+            # A wide one beside half precision is the norm's statistic.
+            wide = row["dtype"] == "float32" and workload.dtype.itemsize < 4
+            role, numbers = "statistic" if wide else "activation", (row["calls"], row["elements"])
+            sent.append(
+                Traffic(row["scope"], "backward", row["op"], role, *numbers, row["mesh_dim"])
+            )
+    return _Run(recorder, kept, sent)
+
+
+def _build(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> LlamaModel:
     """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(workload.dtype)  # a cast afterwards would swap fake parameters
@@ -165,93 +267,12 @@ def build_prepared(
     return model
 
 
-def run_once(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> Count:
-    """Run a model forward and backward on tensors without data."""
-    with FakeTensorMode():
-        model = build_prepared(workload, mesh, prepare)
-        for parameter in model.parameters():
-            # Whole gradients are counted elsewhere, by unit.
-            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        tokens, arguments = workload.inputs()
-        outside = {_address(p) for p in (*model.parameters(), *arguments.values())}
-        outside |= {_address(model.freqs_cis), _address(tokens)}
-        living = LivingStorages(outside)
-        groups = {}
-        if mesh is not None:
-            groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-        with CommLedger([model], groups) as ledger, living:
-            x = tokens
-            if workload.splits_backward:
-                embed = model.get_submodule("tok_embeddings")
-                x = embed(tokens).detach().requires_grad_()
-                model.tok_embeddings = None  # as in a later stage
-            loss = model(x, **arguments)
-            kept = living.bytes() - _storage(loss).nbytes()
-            if workload.splits_backward:
-                backward_in_halves(loss, x, list(model.parameters()))
-            else:
-                loss.backward()
-    repeated: Repeats = {}
-    for row in ledger.rows(split_recompute=True):
-        # Attention under context parallelism gathers again without checkpointing too.
-        gathers = row["mesh_dim"] == "cp" and row["op"] == "all_gather"
-        if row["recompute"] or (gathers and row["pass"] == "backward"):
-            what = (row["scope"], row["mesh_dim"], row["op"], row["dtype"])
-            calls, elements = repeated.get(what, (0, 0))
-            repeated[what] = calls + row["calls"], elements + row["elements"]
-    return Count(kept, living.peak, repeated)
-
-
-def _over_parts(repeats: Repeats) -> PerPeriod:
-    """Add up the parts of the model."""
-    found: PerPeriod = {}
-    for (_, *what), (calls, elements) in repeats.items():
-        dim, op, dtype = what
-        before = found.get((dim, op, dtype), (0, 0))
-        found[dim, op, dtype] = before[0] + calls, before[1] + elements
-    return found
+def _attend_without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # A GPU has no mask of a rank's own tokens to those of the row, which a CPU adds.
+    out: Tensor = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return out
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage:
     local = x.to_local() if isinstance(x, DTensor) else x
     return local.untyped_storage()
-
-
-def _address(x: Tensor) -> int:
-    return storage_address(_storage(x))
-
-
-class LivingStorages(RehearsalMode):
-    """Tracks the storages that operators allocate, and which of them are alive."""
-
-    def __init__(self, outside: set[int]) -> None:
-        super().__init__()
-        self.peak = 0
-        self._outside = outside
-        self._at_most = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                # An address can be reused after its storage is freed.
-                address = storage_address(storage)
-                known = self._storages.get(address)
-                if known is None or known[0].expired():
-                    self._storages[address] = (StorageWeakRef(storage), storage.nbytes())
-                    self._at_most += storage.nbytes()
-        if self._at_most > self.peak:  # otherwise a sweep cannot change the peak
-            self._at_most = self._sweep()
-            self.peak = max(self.peak, self._at_most)
-
-    def bytes(self) -> int:
-        """Return the bytes of the live storages."""
-        gc.collect()
-        return self._sweep()
-
-    def _sweep(self) -> int:
-        gone = [a for a, (reference, _) in self._storages.items() if reference.expired()]
-        for address in gone:
-            del self._storages[address]
-        return sum(n for a, (_, n) in self._storages.items() if a not in self._outside)

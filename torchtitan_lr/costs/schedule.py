@@ -4,28 +4,19 @@
 The order is torch's; each action takes its stage's time and waits for what it needs.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan_lr.parallel.stage_split import SCHEDULES
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One action of a rank."""
 
     kind: str  # ``F`` forward, ``B`` backward, ``I`` backward of the inputs, ``W`` of the weights
     stage: int
     microbatch: int
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """Seconds of a stage for one micro-batch."""
-
-    forward: float
-    backward: float
 
 
 def pipeline_order(
@@ -70,46 +61,36 @@ def most_in_flight(order: Sequence[Action], stage_bytes: Mapping[int, float]) ->
     return worst, count
 
 
-def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]) -> float:
-    """Return the seconds from the first action to the last's end; half a backward takes half."""
-    done: dict[Action, float] = {}
-    clocks, places = [0.0] * len(orders), [0] * len(orders)
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
-        before = sum(places)
-        for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                action = order[places[rank]]
-                start = _start(_needs(action, len(seconds)), done, clocks[rank])
-                if start is None:
-                    break
-                stage = seconds[action.stage]
-                whole = {"F": stage.forward, "B": stage.backward}
-                took = whole.get(action.kind, stage.backward / 2)
-                clocks[rank] = done[action] = start + took
-                places[rank] += 1
-        if sum(places) == before:
+def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds from the first action to the last's end; half a backward takes half.
+
+    ``seconds`` are those of a micro-batch's forward and backward, by stage.
+    """
+    ends: dict[Action, float] = {}
+    clocks, left = [0.0] * len(orders), [deque(order) for order in orders]
+    while any(left):
+        before = len(ends)
+        for rank, actions in enumerate(left):
+            while actions and all(need in ends for need in _needs(actions[0], len(seconds))):
+                action = actions.popleft()
+                forward, backward = seconds[action.stage]
+                took = {"F": forward, "B": backward}.get(action.kind, backward / 2)
+                needed = [ends[need] for need in _needs(action, len(seconds))]
+                start = max([clocks[rank], *needed])
+                clocks[rank] = ends[action] = start + took
+                if action.kind == "I":  # all that the stage before needs
+                    ends[Action("B", action.stage, action.microbatch)] = clocks[rank]
+        if len(ends) == before:
             raise ValueError("the schedule has a deadlock: its ranks wait for one another")
     return max(clocks)
 
 
-def _start(needs: list[list[Action]], done: dict[Action, float], clock: float) -> float | None:
-    """Return when an action can start; None as long as one of its needs is not met."""
-    for alternatives in needs:
-        ends = [done[action] for action in alternatives if action in done]
-        if not ends:
-            return None
-        clock = max(clock, ends[0])
-    return clock
-
-
-def _needs(action: Action, stages: int) -> list[list[Action]]:
-    """Return the dependencies of an action; each is met by any of its alternatives."""
+def _needs(action: Action, stages: int) -> list[Action]:
+    """Return the actions of which an action needs the end."""
     stage, i = action.stage, action.microbatch
     if action.kind == "F":
-        return [[Action("F", stage - 1, i)]] if stage else []
+        return [Action("F", stage - 1, i)] if stage else []
     if action.kind == "W":
-        return [[Action("I", stage, i)]]
-    needs = [[Action("F", stage, i)]]
-    if stage + 1 < stages:
-        needs.append([Action("B", stage + 1, i), Action("I", stage + 1, i)])
-    return needs
+        return [Action("I", stage, i)]
+    later = [Action("B", stage + 1, i)] if stage + 1 < stages else []
+    return [Action("F", stage, i), *later]

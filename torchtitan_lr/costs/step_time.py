@@ -10,17 +10,17 @@ the link's bandwidth. Tensor-parallel activations and messages are exposed, and 
 traffic; the online norm's statistic and data-parallel traffic only where they take longer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from typing import Any
 
-from torchtitan_lr.costs.described_run import Run, blocks_of
+from torchtitan_lr.costs.described_run import Run, blocks_of, elements
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
 from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.messages import Traffic, element_size
-from torchtitan_lr.costs.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.costs.work import PassWork
+from torchtitan_lr.costs.rehearsal import Rehearsal
+from torchtitan_lr.costs.schedule import makespan, pipeline_order
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
@@ -64,8 +64,7 @@ def product_seconds(work: Work, hardware: Hardware) -> float:
 
 def element_wise_seconds(work: Work, hardware: Hardware) -> float:
     """Return the modelled time of a work's other kernels."""
-    kernels = work.kernels - sum(work.products.values())
-    return kernels * hardware.kernel_us * 1e-6 + moved_seconds(work.traffic, hardware)
+    return work.kernels * hardware.kernel_us * 1e-6 + moved_seconds(work.traffic, hardware)
 
 
 def moved_seconds(traffic: float, hardware: Hardware) -> float:
@@ -73,41 +72,28 @@ def moved_seconds(traffic: float, hardware: Hardware) -> float:
     return traffic / (hardware.memory_gbytes_per_s * 1e9)
 
 
-def model_step_time(
-    compute: float,
+def communication_seconds(
     traffic: Iterable[Traffic],
     element_size: Callable[[Traffic], int],
-    mesh: dict[str, MeshDim],
-    hardware: Hardware,
-    element_wise: float = 0.0,
-    optimizer: float = 0.0,
-) -> StepTime:
-    """Model one optimizer step of one rank."""
-    exposed, overlapped = 0.0, 0.0
-    for row in traffic:
-        seconds = collective_seconds(row, element_size(row), mesh[row.mesh_dim], hardware)
-        if row.role in _OVERLAPPED and row.pass_ != "optimizer":
-            overlapped += seconds
-        else:
-            exposed += seconds
-    hidden = min(overlapped, compute + element_wise)
-    exposed += overlapped - hidden
-    return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
-
-
-def exposed_seconds(
-    traffic: Iterable[Traffic],
-    element_size: Callable[[Traffic], int],
-    mesh: dict[str, MeshDim],
+    mesh: Mapping[str, MeshDim],
     hardware: Hardware,
 ) -> dict[str, float]:
-    """Return the exposed seconds of activation collectives and messages, by pass."""
-    seconds = {"forward": 0.0, "backward": 0.0}
+    """Return the modelled seconds of what is exposed, by pass, and of what may overlap."""
+    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "overlapped": 0.0}
     for row in traffic:
-        if row.pass_ in seconds and row.role not in _OVERLAPPED:
-            dim = mesh[row.mesh_dim]
-            seconds[row.pass_] += collective_seconds(row, element_size(row), dim, hardware)
+        overlaps = row.role in _OVERLAPPED and row.pass_ != "optimizer"
+        took = collective_seconds(row, element_size(row), mesh[row.mesh_dim], hardware)
+        seconds["overlapped" if overlaps else row.pass_] += took
     return seconds
+
+
+def model_step_time(
+    compute: float, sent: Mapping[str, float], element_wise: float = 0.0, optimizer: float = 0.0
+) -> StepTime:
+    """Model one optimizer step of one rank that sends for `communication_seconds`."""
+    hidden = min(sent["overlapped"], compute + element_wise)
+    exposed = sum(sent.values()) - hidden
+    return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
 
 
 def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: Hardware) -> float:
@@ -126,41 +112,61 @@ def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: 
 
 
 def step_time(
-    run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork
+    run: Run, traffic: list[list[Traffic]], hardware: Hardware, rehearsal: Rehearsal
 ) -> StepTime:
-    """Model a step on the pipeline rank that is busy longest."""
+    """Model a step, of ``traffic`` by pipeline rank, on the rank that is busy longest."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
+    # By stage, of a micro-batch: forward and backward, each products and other kernels
+    stages = [_passes(units, hardware, rehearsal) for units in run.stages]
     times = []
+    seconds = [(0.0, 0.0)] * len(stages)  # by stage, with what they wait for
     for pp_rank, rows in enumerate(traffic):
-        passes = []
-        for stage in run.stages_of(pp_rank):
-            passes += _passes(run, stage, hardware, work)
-        count = run.microbatches * run.accumulation
-        products, others = (sum(part) * count for part in zip(*passes, strict=True))
+        mine = run.stages_of(pp_rank)
+        passes = [each for stage in mine for each in stages[stage]]
+        products, others = (sum(part) * run.rounds for part in zip(*passes, strict=True))
         others += _staging_seconds(run, pp_rank, hardware)
+        sent = communication_seconds(rows, sizes, run.mesh, hardware)
         own = optimizer_seconds(run, pp_rank, hardware)
-        times.append(model_step_time(products, rows, sizes, run.mesh, hardware, others, own))
+        times.append(model_step_time(products, sent, others, own))
+        count = len(mine) * run.rounds
+        for stage in mine:
+            forward, backward = map(sum, stages[stage])
+            forward += sent["forward"] / count
+            seconds[stage] = forward, backward + sent["backward"] / count
     longest = max(times, key=lambda time: time.total)
-    if run.pp == 1:
-        return longest
-    return replace(longest, bubble=_bubble(run, traffic, hardware, work))
+    return longest if run.pp == 1 else replace(longest, bubble=_bubble(run, seconds))
+
+
+def _passes(
+    units: Mapping[str, Any], hardware: Hardware, rehearsal: Rehearsal
+) -> list[tuple[float, float]]:
+    seconds = []
+    for block, ends in zip(rehearsal.block_work, rehearsal.ends_work, strict=True):
+        # The embedding counts with the head.
+        mine = Work().plus(block, len(blocks_of(units))).plus(ends, float("head" in units))
+        seconds.append((product_seconds(mine, hardware), element_wise_seconds(mine, hardware)))
+    return seconds
+
+
+def _bubble(run: Run, seconds: Sequence[tuple[float, float]]) -> float:
+    """Seconds from the first action to the last in which the busiest rank waits."""
+    schedule = run.config.parallelism.pipeline_parallel_schedule
+    orders = pipeline_order(schedule, run.pp, len(run.stages) // run.pp, run.microbatches)
+    busiest = 0.0
+    for pp_rank in range(run.pp):
+        busiest = max(busiest, sum(sum(seconds[stage]) for stage in run.stages_of(pp_rank)))
+    return run.accumulation * (makespan(orders, seconds) - run.microbatches * busiest)
 
 
 def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     """Return the modelled time of the optimizer's kernels in a step."""
     work = run.optimizer.work(pp_rank)
+    peak = hardware.fp32_tflops or hardware.peak_tflops
     if run.entry.tf32_products and run.config.training.mixed_precision_param != "float32":
-        products = 2 * compute_seconds(work.flops, hardware)  # TF32 has half the speed of bf16
-    else:
-        products = fp32_seconds(work.flops, hardware)
+        peak = hardware.peak_tflops / 2  # TF32 has half the speed of bf16
+    products = work.flops / (peak * 1e12 * hardware.matmul_efficiency)
     launches = work.kernels * hardware.kernel_us * 1e-6
     return moved_seconds(work.traffic, hardware) + products + launches
-
-
-def fp32_seconds(flops: float, hardware: Hardware) -> float:
-    """Return the modelled time of products in fp32 without TF32."""
-    peak = hardware.fp32_tflops or hardware.peak_tflops
-    return flops / (peak * 1e12 * hardware.matmul_efficiency)
 
 
 def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
@@ -168,40 +174,7 @@ def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     sizes = run.precision
     if run.shard == 1 and sizes.compute == sizes.parameter:
         return 0.0
-    elements = sum(map(prod, run.shapes_of(pp_rank).values()))
+    numbers = sum(map(elements, run.units_of(pp_rank).values()))
     gathers = 2 if run.reshards else 1
-    per_element = gathers * 2 * sizes.compute + sizes.compute + sizes.reduce
-    return moved_seconds(run.accumulation * per_element * elements, hardware)
-
-
-def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork) -> float:
-    """Seconds from the first action to the last in which the busiest rank waits."""
-    sizes = partial(element_size, dtypes=run.wire_dtypes)
-    stages = [StageSeconds(0, 0)] * len(run.stages)
-    for pp_rank, rows in enumerate(traffic):
-        mine = run.stages_of(pp_rank)
-        exposed = exposed_seconds(rows, sizes, run.mesh, hardware)
-        passes = len(mine) * run.microbatches * run.accumulation
-        for stage in mine:
-            forward, backward = (sum(each) for each in _passes(run, stage, hardware, work))
-            stages[stage] = StageSeconds(
-                forward + exposed["forward"] / passes, backward + exposed["backward"] / passes
-            )
-    schedule = run.config.parallelism.pipeline_parallel_schedule
-    per_rank = len(run.stages) // run.pp
-    orders = pipeline_order(schedule, run.pp, per_rank, run.microbatches)
-    busiest = 0.0
-    for pp_rank in range(run.pp):
-        busy = sum(stages[s].forward + stages[s].backward for s in run.stages_of(pp_rank))
-        busiest = max(busiest, run.microbatches * busy)
-    return run.accumulation * (makespan(orders, stages) - busiest)
-
-
-def _passes(run: Run, stage: int, hardware: Hardware, work: PassWork) -> list[tuple[float, float]]:
-    """Seconds of products and of other kernels, forward and backward of a micro-batch."""
-    units, seconds = run.stages[stage], []
-    for block, ends in zip(work.block, work.ends, strict=True):
-        # The embedding counts with the head.
-        mine = Work().plus(block, blocks_of(units)).plus(ends, float("head" in units))
-        seconds.append((product_seconds(mine, hardware), element_wise_seconds(mine, hardware)))
-    return seconds
+    per_number = gathers * 2 * sizes.compute + sizes.compute + sizes.reduce
+    return moved_seconds(run.accumulation * per_number * numbers, hardware)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives of one step of a run, from the formulas.
+"""Collectives of one step of a run, from the formulas, and beside what the ledger measured.
 
 The scalars of the ledger's scope ``step`` are left out, except an optimizer's. With a pipeline that
 always reshards, weight gathers count once per pass, although each micro-batch repeats them.
@@ -10,44 +10,128 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from torchtitan_lr.compression.settings import is_compressed
-from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
-from torchtitan_lr.costs.context_messages import context_traffic
-from torchtitan_lr.costs.described_run import Run, read_run, with_wire
-from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
-from torchtitan_lr.costs.messages import Traffic, element_size, merge, pipeline_traffic
+from torchtitan_lr.compression.settings import (
+    Unit,
+    exchange_traffic,
+    exchange_unit,
+    is_compressed,
+)
+from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
+from torchtitan_lr.costs.messages import Traffic, backward, element_size, forward, merge
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.ledger.ledger import COUNTS, reading_order
+from torchtitan_lr.ledger.scopes import STEP
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.parallel.recompute import wrapping_period
+from torchtitan_lr.parallel.plans import PLANS
 from torchtitan_lr.parallel.stages import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
-    """Return a rank's traffic in an ordinary step of its optimizer."""
-    model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
-    model += run_context_traffic(run, pp_rank, run.gather)
-    rows = _times(model, run.microbatches * run.accumulation)
-    rows += _data(run, pp_rank)
-    if run.pp > 1:
-        boundaries, stages = boundaries_of(run), run.stages_of(pp_rank)
-        messages = pipeline_traffic(boundaries, stages, run.microbatch, run.microbatches)
-        rows += _times(messages, run.accumulation)
+    """Return a rank's traffic in an ordinary step; with a rehearsal, also what it sends again."""
+    units = run.units_of(pp_rank)
+    passes = model_traffic(run.args, run.settings, run.tp, run.tokens)
+    passes += _context(run, pp_rank) + _stage_messages(run, pp_rank)
     if rehearsal is not None:
         for stage in run.stages_of(pp_rank):
             in_halves = run.splits_backward and stage > 0
-            again = rehearsal.repeated_in_halves if in_halves else rehearsal.repeated
-            count = _periods_of(run, stage) * run.microbatches * run.accumulation
-            for what, (calls, elements) in again.items():
-                rows.append(repeated_row(run, "blocks", *what, calls * count, elements * count))
-    return rows + run.optimizer.traffic(pp_rank)
+            for block in blocks_of(run.stages[stage]):
+                passes += rehearsal.repeated(block, in_halves)
+    rows, count = [], run.rounds
+    for row in passes:
+        if row.scope in units or row.mesh_dim == "pp":
+            rows.append(replace(row, calls=count * row.calls, elements=count * row.elements))
+    return [*rows, *_data(run, pp_rank), *run.optimizer.traffic(pp_rank)]
 
 
-def run_context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
-    """Return a pipeline rank's traffic of context parallelism in a micro-batch."""
-    rows = context_traffic(run.args, run.settings, run.tp, run.cp, run.tokens, gather)
-    return _here(run, pp_rank, rows)
+def _context(run: Run, pp_rank: int) -> list[Traffic]:
+    """Return a pipeline rank's traffic of context parallelism in a micro-batch.
+
+    C ranks share every row: each has n = b·s/C tokens, and gathers of all C·n tokens (Llama 3,
+    section 3.3.2) k and v, 2·d_kv/T numbers each, or in a low-rank model the latents σ(A_k x) and
+    σ(A_v x), 2r numbers, from which it computes k and v. Backward gathers them once more, and
+    reduce-scatters their gradient. Latents send less while r < d_kv/T.
+    """
+    if run.cp == 1:
+        return []
+    width = run.args.rank_attention
+    if run.gather == "kv":
+        splits = run.tp > 1 and PLANS[run.settings.plan].shards_heads
+        width = run.args.kv_dim // (run.tp if splits else 1)
+    both = [2 * run.cp * run.tokens * width]  # in one message
+    rows = []
+    for block in blocks_of(run.units_of(pp_rank)):
+        place = "activation", f"block {block}", "cp"
+        rows += [make("all_gather", both, *place) for make in (forward, backward)]
+        rows.append(backward("reduce_scatter", both, *place))
+    return rows
+
+
+def boundaries_of(run: Run) -> list[int]:
+    """Return the elements per sequence that a rank sends over each stage boundary."""
+    boundaries = stage_boundaries(run.config, run.args, run.seq_len // run.cp, run.settings)
+    return [prod(boundary.shape) for boundary in boundaries]
+
+
+def _stage_messages(run: Run, pp_rank: int) -> list[Traffic]:
+    """Return a micro-batch's messages over each boundary i, between the stages i and i + 1."""
+    stages, rows = run.stages_of(pp_rank), []
+    for index, sequence in enumerate(boundaries_of(run) if run.pp > 1 else ()):
+        sends = index in stages
+        if sends == (index + 1 in stages):
+            continue  # not this rank's, or the turn of a V-shaped schedule, where both are
+        there, back = ("send", "recv") if sends else ("recv", "send")
+        size, place = [run.microbatch * sequence], ("activation", f"boundary {index}", "pp")
+        rows += [forward(there, size, *place), backward(back, size, *place)]
+    return rows
+
+
+def _data(run: Run, pp_rank: int) -> list[Traffic]:
+    """Return what data-parallel ranks send in a step: weights, and gradients but an optimizer's.
+
+    In every micro-batch, FSDP2 gathers a unit's weights for forward (and again for backward if they
+    are resharded) and reduce-scatters its gradients. BOOST (Table 6) counts those of the linears,
+    L(11dr + 3·d_ff·r) elements; these are of all parameters, padded to the ranks. Sums over
+    replicas, and a codec's exchanges, run only in the last micro-batch.
+    """
+    rows, passes = [], run.accumulation
+    crossed = "dp_replicate" if run.replicas > 1 else "fsdp"
+    exchanges = dict(exchanged_units(run)) if run.compresses else {}
+    for name, parameters in run.units_of(pp_rank).items():
+        scope = "head" if name == "root" else name
+        piece = sum(prod(run.piece(parameter)) for parameter in parameters)
+        if run.shard > 1:
+            gathers = [run.shard * piece] * passes
+            place = "parameter", scope, "fsdp"
+            rows.append(forward("all_gather", gathers, *place))
+            # The head is the first unit in backward.
+            always = run.config.parallelism.fsdp_reshard_after_forward == "always"
+            if always if name == "head" else run.reshards:
+                rows.append(backward("all_gather", gathers, *place))
+            if not run.compresses or crossed != "fsdp":
+                sums = gathers[:1] if run.compresses else gathers
+                rows.append(backward("reduce_scatter", sums, "gradient", scope, "fsdp"))
+        if run.compresses:
+            codec = run.compression.codec
+            for op, role, size in exchange_traffic(exchanges[name], codec, run.replicas > 1):
+                rows.append(backward(op, [size], role, scope, crossed))
+        elif run.replicas > 1 and not run.entry.sums_replicas:
+            rows.append(backward("all_reduce", [piece], "gradient", scope, "dp_replicate"))
+    return merge(rows)
+
+
+def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
+    """Return the name and the compressed exchange of every FSDP unit."""
+    settings, units = run.compression, []
+    for name, parameters in run.stages[0].items():
+        entries = {True: 0, False: 0}
+        for parameter in parameters:
+            chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
+            entries[chosen] += prod(run.piece(parameter))
+        unit = exchange_unit(settings.codec, entries[True], entries[False], run.replicas > 1)
+        units.append((name, unit))
+    return units
 
 
 def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str, dict[str, int]]:
@@ -67,15 +151,14 @@ def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
 
     Cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
-    optimizer = run.optimizer.mean_traffic(pp_rank)
-    rounds = not run.compresses or FORMULAS[run.compression.codec.name].rounds
+    optimizer = [row for row in run.optimizer.mean_traffic(pp_rank) if row.mesh_dim != "tp"]
+    rounds = not run.compresses or run.compression.codec.can_round
     found = {}
     for wire in WIRES if rounds else ("float32",):
         other = with_wire(run, wire)
-        rows = [*_data(other, pp_rank), *(row for row in optimizer if row.mesh_dim != "tp")]
         found[wire] = sum(
             row.elements * element_size(row, other.wire_dtypes)
-            for row in rows
+            for row in (*_data(other, pp_rank), *optimizer)
             if row.role in ("gradient", "index", "core", "sketch")
         )
     return found
@@ -101,81 +184,33 @@ def sent_per_step(config: Any, world: int) -> dict[str, int]:
     return {"sent_bytes": sent.get(wire, sent["float32"]), "adamw_bytes": baseline}
 
 
-def _times(rows: Iterable[Traffic], count: int) -> list[Traffic]:
-    return [replace(row, calls=count * row.calls, elements=count * row.elements) for row in rows]
+IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")  # the keys that identify a row
+EXPECTED = ("expected_calls", "expected_elements")
 
 
-def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
-    """Return the rows of a pipeline rank's modules."""
-    scopes = set(run.units_of(pp_rank))
-    return [row for row in rows if row.scope in scopes]
+def compare(
+    rows: Iterable[Mapping[str, Any]], expected: Iterable[Traffic], dtypes: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Put the ledger's rows and formulas side by side.
+
+    Rows get ``expected_calls`` and ``expected_elements``: 0 where no formula predicts the calls,
+    None in `STEP`, which has none. Calls that were predicted only have rows of 0.
+    """
+    table: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for measured in rows:
+        stated = None if measured["scope"] == STEP else 0
+        identity = tuple(measured[key] for key in IDENTITY)
+        table[identity] = dict(measured) | dict.fromkeys(EXPECTED, stated)
+    for row in expected:
+        identity = (row.scope, row.pass_, row.op, row.mesh_dim, dtypes[row.role])
+        unsent = dict(zip(IDENTITY, identity, strict=True)) | dict.fromkeys((*COUNTS, *EXPECTED), 0)
+        found = table.setdefault(identity, unsent)
+        found["expected_calls"] += row.calls
+        found["expected_elements"] += row.elements
+    return sorted(table.values(), key=reading_order)
 
 
-def repeated_row(
-    run: Run, scope: str, dim: str, op: str, dtype: str, calls: int, elements: int
-) -> Traffic:
-    """Return a row of a repeated collective; an fp32 one in a bf16 run is the norm's statistic."""
-    wide = "float32" if run.precision.compute < 4 else ""
-    role = "statistic" if dtype == wide else "activation"
-    return Traffic(scope, "backward", op, role, calls, elements, dim)
-
-
-def _periods_of(run: Run, stage: int) -> int:
-    """Count the blocks of a stage that end a period of checkpointing, which runs over the model."""
-    period = wrapping_period(run.config.activation_checkpoint, run.checkpointing)
-    blocks = [int(unit.split()[1]) for unit in run.stages[stage] if unit.startswith("block")]
-    return sum((index + 1) % period == 0 for index in blocks)
-
-
-def boundaries_of(run: Run) -> list[int]:
-    """Return the elements per sequence that a rank sends over each stage boundary."""
-    boundaries = stage_boundaries(run.config, run.args, run.seq_len // run.cp, run.settings)
-    return [prod(boundary.shape) for boundary in boundaries]
-
-
-def _data(run: Run, pp_rank: int) -> list[Traffic]:
-    replicas = 1 if run.entry.sums_replicas else run.replicas
-    uncompressed = data_parallel_traffic(
-        run.args,
-        run.settings,
-        run.tp,
-        replicas,
-        run.shard,
-        run.reshards,
-        run.config.parallelism.fsdp_reshard_after_forward == "always",
-        run.accumulation,
-        run.by_columns,
-    )
-    if not run.compresses:
-        return _here(run, pp_rank, uncompressed)
-    # The gradients' rows become the codec's, sent only in the last micro-batch.
-    crossed = "dp_replicate" if run.replicas > 1 else "fsdp"
-    rows = []
-    for row in uncompressed:
-        if row.role != "gradient":
-            rows.append(row)
-        elif row.mesh_dim != crossed:
-            k = run.accumulation
-            rows.append(replace(row, calls=row.calls // k, elements=row.elements // k))
-    codec = run.compression.codec
-    for scope, unit in exchanged_units(run):
-        rows += [
-            Traffic(scope, "backward", op, role, 1, elements, crossed)
-            for op, role, elements in exchange_traffic(unit, codec, run.replicas > 1)
-        ]
-    return _here(run, pp_rank, merge(rows))
-
-
-def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
-    """Return the scope and the compressed exchange of every FSDP unit."""
-    settings, units = run.compression, []
-    for name, parameters in run.stages[0].items():
-        entries = {True: 0, False: 0}
-        for parameter, shape in parameters.items():
-            chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
-            entries[chosen] += prod(run.piece(parameter, shape))
-        unit = exchange_unit(
-            settings.codec, entries[True], entries[False], settings.ranks, run.replicas > 1
-        )
-        units.append(("head" if name == "root" else name, unit))
-    return units
+def differences(table: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows of a comparison whose measurement differs from the formula."""
+    stated = [row for row in table if row["expected_calls"] is not None]
+    return [row for row in stated if any(row[n] != row[f"expected_{n}"] for n in COUNTS[:2])]

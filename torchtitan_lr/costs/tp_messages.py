@@ -11,7 +11,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.costs.messages import Traffic, backward, forward, merge
@@ -21,22 +21,20 @@ if TYPE_CHECKING:
     from torchtitan_lr.parallel.plan_parts import TPSettings
 
 Parts = dict[str, list[Traffic]]
-"""Collectives by part of the model: ``embedding``, ``block`` and ``head``."""
+"""Collectives by part of the model: ``embedding``, ``block``, ``head``, and maybe ``gates``."""
+
+Formula = Callable[["LlamaArgs", "TPSettings", int, int], Parts]
+"""A plan on paper, from arguments, settings, n and T > 1.
+
+``gates`` are of a block that mixes latents, so of no first one; ``head`` is with the final norm,
+and without the gather of logits.
+"""
 
 
-@dataclass(frozen=True)
-class PlanFormula:
-    """One plan on paper."""
-
-    # Takes arguments, settings, n and T > 1; returns the collectives of the embedding, of a block,
-    # and of final norm and head without the gather of logits; none of a learned gate.
-    traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
-    # The dimension of attention's A (r, d_in) and B (d_out, r), at full rank of q, k, v and of o,
-    # that ranks split; None for none. By A's 0 a rank holds r/T features of its latents.
-    attention: tuple[int | None, int | None]
-    feed_forward: tuple[int | None, int | None]  # likewise; at full rank of gate, up and of down
-    shards_stream: bool = False  # d/T features each; its norms exchange a statistic per token
-    shards_heads: bool = True  # whether a rank attends with its share of the heads only
+def gates(shape: LlamaArgs) -> list[Traffic]:
+    """Learned gates on shards of latents: the ranks sum their gradients, once per group."""
+    # Of q, k, v; o; gate, up; down
+    return [backward("all_reduce", [3, 1, 2, 1])] if shape.learns_gates else []
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
@@ -72,7 +70,8 @@ def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
     stream = [n * shape.dim]
     head = [forward("all_gather", stream), forward("all_reduce", [n], "statistic")]
     head += [backward("reduce_scatter", stream), backward("all_reduce", [n], "statistic")]
-    return {"embedding": [], "block": rows, "head": head}
+    parts = {"embedding": [], "block": rows, "head": head}
+    return parts | {"gates": gates(shape)} if sequence else parts
 
 
 def vanilla(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
@@ -90,7 +89,7 @@ def vanilla(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts
     # Gradients of the inputs of A_q,k,v and A_gate,up (d wide), and of A_down (f wide).
     rows.append(backward("all_reduce", [*[d] * (2 if settings.grouping else 5), f]))
     ends = {"embedding": [forward("all_gather", [d])], "head": [backward("all_reduce", [d])]}
-    return {**ends, "block": rows}
+    return {**ends, "block": rows, "gates": gates(shape)}
 
 
 def megatron(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
@@ -145,14 +144,14 @@ def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: in
     return [*rows, backward("all_to_all", padded), backward("all_gather", padded)]
 
 
-FORMULAS: dict[str, PlanFormula] = {
-    "btp": PlanFormula(btp, attention=(1, 0), feed_forward=(1, 0), shards_stream=True),
-    "vanilla": PlanFormula(vanilla, (0, 1), (0, 1)),
-    "vanilla_replicated": PlanFormula(vanilla, (0, 1), (0, 1), shards_heads=False),
-    "megatron": PlanFormula(megatron, (0, 1), (0, 1)),
-    "caat": PlanFormula(caat, (0, 1), (0, 1)),
+FORMULAS: dict[str, Formula] = {
+    "btp": btp,
+    "vanilla": vanilla,
+    "vanilla_replicated": vanilla,
+    "megatron": megatron,
+    "caat": caat,
 }
-"""Formulas by the name of their plan; a plan from outside the package adds its own."""
+"""By the plan's name; modules from outside add theirs."""
 
 
 def model_traffic(
@@ -161,43 +160,20 @@ def model_traffic(
     """Return every tensor-parallel collective of a micro-batch of n tokens on T ranks."""
     if tp_degree == 1:
         return []
-    parts = part_traffic(shape, settings, tokens, tp_degree)
+    parts = FORMULAS[settings.plan](shape, settings, tokens, tp_degree)
     rows = [replace(row, scope="embedding") for row in parts["embedding"]]
     for i in range(shape.n_layers):
         # The first block receives no latents, so it has nothing to gate.
-        block = parts["block"] + (parts["gates"] if i else [])
+        block = parts["block"] + (parts.get("gates", []) if i else [])
         rows += [replace(row, scope=f"block {i}") for row in block]
     rows += [replace(row, scope="head") for row in parts["head"]]
-    if settings.loss_parallel:
-        # The log-sum-exp of every token is gathered from the ranks, in one call per chunk of
-        # tokens, and the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all
-        # up to 512 or d.
-        size = tokens
-        if tokens > max(shape.dim, 512):
-            size = min(max(-(-tokens // 8), 512), 4096)
-        chunks = [tp_degree * min(size, tokens - start) for start in range(0, tokens, size)]
-        rows.append(forward("all_gather", chunks, "loss", scope="head"))
-        rows.append(forward("all_reduce", [1], "loss", scope="head"))
+    # The log-sum-exp of every token is gathered from the ranks, in one call per chunk of tokens,
+    # and the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all up to 512
+    # or d.
+    size = tokens
+    if tokens > max(shape.dim, 512):
+        size = min(max(-(-tokens // 8), 512), 4096)
+    chunks = [tp_degree * min(size, tokens - start) for start in range(0, tokens, size)]
+    rows.append(forward("all_gather", chunks, "loss", scope="head"))
+    rows.append(forward("all_reduce", [1], "loss", scope="head"))
     return merge(rows)
-
-
-def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int = 1) -> Parts:
-    """Return the collectives of each part of the model (T > 1), all with the scope ``block``.
-
-    An fp32 sum's payload is padded to a multiple of `ranks`. ``gates`` are of a block that mixes
-    latents, so of no first one; ``head`` is with the final norm, and without the loss.
-    """
-    formula = FORMULAS[settings.plan]
-    parts = formula.traffic(shape, settings, tokens, ranks) | {"gates": []}
-    if shape.learns_gates:
-        # A learned gate on latent shards: its gradient is summed over the ranks, once per group.
-        by_tokens, payloads = settings.comm == "sequence", []
-        if by_tokens or formula.attention[0] == 0:
-            payloads += [3, 1]  # q, k, v; o
-        if by_tokens or formula.feed_forward[0] == 0:
-            payloads += [2, 1]  # gate, up; down
-        if payloads:
-            parts["gates"].append(backward("all_reduce", payloads))
-    if not settings.loss_parallel:
-        parts["head"].append(forward("all_gather", [tokens * shape.vocab_size]))
-    return {part: merge(rows) for part, rows in parts.items()}

@@ -3,7 +3,7 @@
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
 replicas, one call per bucket, and dense gradients over the replicas. A refresh adds the sketches Y,
-Z and B, what their QR gathers, and checksums, in rounds of matrices with equal q.
+Z and B, what their QR gathers, and checksums, in rounds of matrices that are alike.
 """
 
 from __future__ import annotations
@@ -126,21 +126,20 @@ def tsr_traffic(
     most = min(BUCKET, ceil(sum(whole) / settings.overlap_buckets))
     for bucket in _buckets(whole, most):
         rows += mesh.over_replicas("gradient", sum(whole[i] for i in bucket))
-    sizes = [mesh.held(m) for m in fresh]
-    for bucket in _buckets(sizes, BUCKET):
-        for q in {fresh[i].plan.power_iterations for i in bucket}:
-            alike = [fresh[i] for i in bucket if fresh[i].plan.power_iterations == q]
-            rows += _refresh(alike, q, mesh, settings.moments == "rotate")
+    for kind in kinds:
+        alike = [m for m in fresh if m.kind == kind]
+        for bucket in _buckets([mesh.held(m) for m in alike], BUCKET):
+            rows += _refresh([alike[i] for i in bucket], mesh, settings.moments == "rotate")
     return merge(rows)
 
 
-def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -> list[Traffic]:
+def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, rotates: bool) -> list[Traffic]:
     """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, signs, checksums.
 
     Signs come from the sketch and then, for each projected side, from the earlier bases.
     """
     rows: list[Traffic] = []
-    axes: list[Axis] = ["columns", *(("rows", "columns") * q), "rows"]
+    axes: list[Axis] = ["columns", *(("rows", "columns") * fresh[0].plan.power_iterations), "rows"]
     for axis in axes:
         # Y and Z are summed over one axis and have the length of the other axis.
         side = 0 if axis == "columns" else 1

@@ -5,19 +5,17 @@ r"""A prepared corpus: a folder of shards in Megatron's format, ``corpus.json``,
 files more, ``train-00000.loss``: uint8 of the same lengths, 1 where the token is a target. A folder
 without ``corpus.json``, as Megatron-LM and NeMo Curator write it, is all training.
 
-Megatron's indexed format holds the tokens of many documents in two files. ``X.bin`` has the tokens
-alone. ``X.idx`` has, little endian: the magic ``MMIDIDX\0\0``, version 1 (u64), a code of the
-tokens' type (u8), the number of sequences n and of document borders m (u64 each), the sequences'
-lengths in tokens (n int32), where they start in bytes (n int64), and the borders of documents as
-counts of sequences (m int64, from 0 to n). We write one sequence per document; other writers may
-write several.
+``X.bin`` has the tokens of many documents alone. ``X.idx`` has, little endian: the magic
+``MMIDIDX\0\0``, version 1 (u64), a code of the tokens' type (u8), the number of sequences n and of
+document borders m (u64 each), the sequences' lengths in tokens (n int32), where they start in bytes
+(n int64), and the borders of documents as counts of sequences (m int64, from 0 to n). A document is
+one sequence, so m is n + 1.
 
-The shards of a part are one sequence of tokens, which `Rows` reads by rows of ``seq_len`` tokens
-with their labels. Text is cut into windows of ``seq_len + 1`` tokens that do not overlap, as in
-torchtitan's ``HuggingFaceTextDataset``; a last one that is not full is dropped, and a window may go
-on in the next document and the next shard. Pairs and chats are packed instead: a row holds whole
-ones, as many in their order as have room. One that is longer than a row is cut; one whose answer
-then has no room is left out.
+The shards of a part are one sequence of tokens. `Rows` cuts text into windows of ``seq_len + 1``
+tokens that do not overlap, as torchtitan's ``HuggingFaceTextDataset``; a last one that is not full
+is dropped, and a window may go on in the next document and the next shard. Pairs and chats are
+packed instead: a row holds whole ones, as many in their order as have room. One that is longer than
+a row is cut; one whose answer then has no room is left out.
 """
 
 from __future__ import annotations
@@ -27,21 +25,20 @@ import json
 import math
 import mmap
 import os
-import resource
-import secrets
 import struct
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json, sample_of
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
@@ -55,48 +52,23 @@ KEY = "training.dataset_path"
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 
-_DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
-"""Codes of the types that token ids and loss masks can have."""
+_DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}  # of token ids and loss masks
 
-RECORD = "corpus.json"
+FORMAT, RECORD, PARTS = "torchtitan_lr tokens 2", "corpus.json", ("train", "held_out")
 
 BEGUN = "preparing.json"
-"""The first file of a preparation, with its signature and the commits of the Hub that it reads; a
-finished folder has it no more."""
+"""The first file of a preparation; a finished folder has it no more."""
 
-PARTS = ("train", "held_out")
-FORMAT = "torchtitan_lr tokens 2"
-
-MOST_SHARDS = 1 << 14
-"""Pairs of files that stay open in a process: of a terabyte of text, each 64 MiB."""
-
-
-def _open_shards() -> int:
-    """Return how many pairs may stay open with half of all descriptors, after asking for more.
-
-    A pair has two. A seeded order reads any shard next: one that is closed is opened for each row.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < 4 * MOST_SHARDS:
-        soft = 4 * MOST_SHARDS if hard < 0 else max(soft, min(hard, 4 * MOST_SHARDS))
-        with suppress(OSError, ValueError):  # some systems allow less than they say
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_SHARDS if soft < 0 else max(128, min(MOST_SHARDS, soft // 4))
-
-
+OPEN_SHARDS = 256  # stay open in a process, each with two files; another one opens within 1 ms
 CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
-
-Indices = npt.NDArray[np.int64]
 
 DOCUMENTS = "documents"
 """Name of the documents' indices in a batch's inputs, and of the model's argument."""
 
+Indices = npt.NDArray[np.int64]
 Batch: TypeAlias = "tuple[dict[str, Tensor], Tensor]"
-"""``({"input": (b, s), ...}, labels (b, s))``, int64, on the CPU.
-
-The inputs have ``"documents"`` (b, s) too where documents are kept apart.
-"""
+"""``({"input": (b, s), ...}, labels (b, s))``, int64, on the CPU; ``"documents"`` (b, s) too where
+documents are kept apart."""
 
 
 @dataclass(frozen=True)
@@ -123,35 +95,10 @@ class Corpus:
 
     @staticmethod
     def open(folder: str | Path, key: str = KEY) -> Corpus:
-        """Read ``corpus.json``; of a folder without it, the headers of its shards.
-
-        Raises:
-            ConfigError: There is no prepared corpus in the folder.
-            DataError: ``corpus.json`` or a shard is unreadable.
-        """
+        """Read ``corpus.json``, or without it the headers of shards; a ConfigError without both."""
         place = Path(folder)
-        try:
-            found = read_json(place / RECORD)
-            if found["format"] != FORMAT:
-                raise ValueError(f"format {found['format']!r}")
-            train, held_out = ([_shard_of(shard) for shard in found[part]] for part in PARTS)
-            given = found["identity"]
-            if given != identity_of(found["kind"], found["tokenizer"], [train, held_out]):
-                raise ValueError("its shards are not those of its identity")
-            _check_types(found)
-            return Corpus(place, train, held_out, found["kind"], given, found, key)
-        except FileNotFoundError:
-            pass
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-        ) as error:
-            want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
-            raise DataError(key, str(place / RECORD), f"{want}; {_again(place)}") from error
+        if (place / RECORD).exists():
+            return _recorded(place, key)
         want = "a preparation that is finished: the command that began it goes on with it"
         require(not (place / BEGUN).exists(), key, str(place), want)
         train = []
@@ -169,13 +116,9 @@ class Corpus:
         """Return the number of tokens of a part."""
         return sum(shard.tokens for shard in (self.held_out if held_out else self.train))
 
-    @lru_cache(_open_shards())  # noqa: B019 (a corpus is read until the process ends)
+    @lru_cache(OPEN_SHARDS)  # noqa: B019 (a corpus is read until the process ends)
     def shard(self, info: ShardInfo, loss: bool = False) -> IndexedDataset:
-        """Open a shard, or its loss mask; the last ones stay open.
-
-        Raises:
-            DataError: The shard's files are damaged, or do not have the recorded number of tokens.
-        """
+        """Open a shard, or its loss mask; a DataError if its files are not those of the record."""
         # The last part of the name: a record cannot lead out of its folder.
         prefix = str(self.folder / Path(info.name).name) + ".loss" * loss
         shard = IndexedDataset(prefix, self.key)
@@ -185,95 +128,83 @@ class Corpus:
             raise DataError(self.key, shard.prefix, want)
         return shard
 
-    def check(self) -> None:
-        """Check the files of every shard, before a run.
+    def check(self, most: float = CHECKED_BYTES) -> None:
+        """Raise a DataError if a file is missing, cut, of another pair or changed.
 
-        Sizes, headers and the ends of indices are read of all shards, of a terabyte of text 16,000;
-        checksums are compared up to `CHECKED_BYTES`.
-
-        Raises:
-            DataError: A file is missing, cut, of another pair or changed.
+        Sizes, headers and the ends of indices are read of all; of the first shards, up to ``most``
+        bytes in sum, everything.
         """
         Corpus.shard.cache_clear()  # what is there now
-        left = CHECKED_BYTES
-        for info in self.train + self.held_out:
-            left -= sum(2 * each.num_tokens + 8 * each.num_sequences for each in self._pairs(info))
-            if left >= 0:
-                self.check_shard(info)
-
-    def check_shard(self, info: ShardInfo) -> None:
-        """Read a whole shard and compare it with the record; errors as for `check`."""
-        opened = self._pairs(info)
-        for shard in opened:
-            shard.check()
-        digest = hashlib.sha256()
-        for shard in opened:
-            for end in (".bin", ".idx"):
-                with open(shard.prefix + end, "rb") as file:
-                    while piece := file.read(1 << 22):
-                        digest.update(piece)
-        if info.sha256 and digest.hexdigest() != info.sha256:
-            want = f"files with the checksum {info.sha256[:12]} of {RECORD}: they were changed"
-            raise DataError(self.key, opened[0].prefix, f"{want}; {_again(self.folder)}")
+        shards = self.train + self.held_out
+        for info in progress(shards, "checking", len(shards), "shards"):
+            files = [self.shard(info)]
+            if self.kind == "pairs":
+                files.append(self.shard(info, loss=True))
+            most -= sum(2 * each.num_tokens + 8 * each.num_documents for each in files)
+            if most >= 0 and info.sha256 not in ("", _sum_of(files)):
+                want = f"files with the checksum {info.sha256[:12]} of {RECORD}: they were changed"
+                raise DataError(self.key, files[0].prefix, f"{want}; {_again(self.folder)}")
 
     def check_ids(self, vocabulary: int) -> None:
-        """Check that token ids are rows of a model's vocabulary, before a run.
+        """Raise a DataError if a token is no row of a model's vocabulary.
 
-        What was prepared with a tokenizer of as many tokens is read up to `CHECKED_BYTES`; of other
-        writers everything.
-
-        Raises:
-            DataError: A token is none of ``0 .. vocabulary - 1``; it names the file and the place.
+        Those of other writers, and of larger tokenizers, are all read.
         """
-        known = self.record.get("tokenizer", {}).get("vocabulary", math.inf)
-        left = CHECKED_BYTES if known <= vocabulary else math.inf
+        if self.record.get("tokenizer", {}).get("vocabulary", math.inf) <= vocabulary:
+            return
         for info in progress(self.train + self.held_out, "checking token ids", unit="shards"):
-            if left > 0:
-                shard = self.shard(info)
-                shard.check_ids(vocabulary)
-                left -= 2 * shard.num_tokens
+            shard = self.shard(info)
+            for start in range(0, shard.num_tokens, 1 << 20):
+                ids = shard.read(start, min(start + (1 << 20), shard.num_tokens))
+                wrong = (ids < 0) | (ids >= vocabulary)
+                if wrong.any():
+                    place = int(wrong.argmax())
+                    want = f"token ids from 0 to {vocabulary - 1}, the model's, not {ids[place]} as"
+                    want += f" token {start + place}; model.vocab_size sets another number"
+                    raise DataError(self.key, f"{shard.prefix}.bin", want)
 
-    def _pairs(self, info: ShardInfo) -> list[IndexedDataset]:
-        return [self.shard(info), *([self.shard(info, loss=True)] if self.kind == "pairs" else [])]
+
+def _sum_of(files: Sequence[IndexedDataset]) -> str:
+    """Read whole files, and return their checksum."""
+    digest = hashlib.sha256()
+    for each in files:
+        each.check()
+        for end in (".bin", ".idx"):
+            with open(each.prefix + end, "rb") as file:
+                while piece := file.read(1 << 22):
+                    digest.update(piece)
+    return digest.hexdigest()
 
 
 def _again(folder: Path) -> str:
-    return (
-        f"delete {folder}, and `torchtitan-lr prepare ... --out {folder}` writes it again, or "
-        "`torchtitan-lr train` if that had prepared it"
-    )
+    command = f"`torchtitan-lr prepare ... --out {folder}`"
+    return f"delete {folder}, and {command} or `torchtitan-lr train` writes it again"
 
 
-def _check_types(record: dict[str, Any]) -> None:
-    """Raise a ValueError for other values than we write: whoever sent a folder wrote its record."""
-    if record["kind"] not in ("text", "pairs"):
-        raise ValueError(f"kind {record['kind']!r}")
-    if type(record["tokenizer"].get("vocabulary", 1)) is not int:
-        raise ValueError(f"vocabulary {record['tokenizer']['vocabulary']!r}")
-    if not all(isinstance(share, float) for share in record.get("held_out_share", [])):
-        raise ValueError(f"held_out_share {record['held_out_share']!r}")
-
-
-def _shard_of(record: dict[str, Any]) -> ShardInfo:
-    counts = int(record["tokens"]), int(record["documents"])
-    return ShardInfo(*counts, str(record["sha256"]), str(record["name"]))
+def _recorded(folder: Path, key: str) -> Corpus:
+    """Read ``corpus.json``; errors as for `Corpus.open`."""
+    try:
+        found = read_json(folder / RECORD)
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']!r}")
+        train, held_out = ([ShardInfo(**shard) for shard in found[part]] for part in PARTS)
+        identity = identity_of(found["kind"], found["tokenizer"], [train, held_out])
+        if found["identity"] != identity:
+            raise ValueError("its shards are not those of its identity")
+    except Exception as error:  # a stranger's JSON can have any form
+        want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
+        raise DataError(key, str(folder / RECORD), f"{want}; {_again(folder)}") from error
+    return Corpus(folder, train, held_out, found["kind"], identity, found, key)
 
 
 def save_record(folder: Path, about: dict[str, Any], parts: Sequence[Sequence[ShardInfo]]) -> None:
-    """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
-
-    ``about`` has the ``kind``, what identifies the ``tokenizer``, and anything else.
-    """
+    """Write ``corpus.json``; ``about`` has the ``kind``, what identifies the ``tokenizer``, etc."""
     identity = identity_of(about["kind"], about["tokenizer"], parts)
     record = {"format": FORMAT, "identity": identity} | about
     for part, shards in zip(PARTS, parts, strict=True):
         record[part] = [asdict(shard) for shard in shards]
-    aside = folder / f"{RECORD}.{secrets.token_hex(4)}"  # another machine may write its own
-    write_over(aside, json.dumps(record, indent=1).encode())
-    with suppress(FileNotFoundError):  # the other one was first, and has removed it
-        os.replace(aside, folder / RECORD)
-    for left in folder.glob(f"{RECORD}.*"):  # of a preparation that was killed here
-        left.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):  # another machine was first, and has moved the file
+        write_whole(folder / RECORD, json.dumps(record, indent=1))
 
 
 def identity_of(kind: str, tokenizer: dict[str, Any], parts: Sequence[Sequence[ShardInfo]]) -> str:
@@ -284,18 +215,10 @@ def identity_of(kind: str, tokenizer: dict[str, Any], parts: Sequence[Sequence[S
 
 
 class IndexedDataset:
-    """One pair of files ``PREFIX.bin`` and ``PREFIX.idx``, opened for reading.
+    """One pair of files ``PREFIX.bin`` and ``PREFIX.idx``; a DataError if they are not readable.
 
     Opening reads the header and the ends of the index, whatever the size of the files: it finds a
     file that was cut and an index of other tokens. `check` reads all of the index.
-
-    Attributes:
-        num_sequences, num_documents, num_tokens: Their numbers.
-        lengths: Tokens of each sequence ``(n,)``, mapped; offsets: bytes before each ``(n,)``.
-        borders: Sequences before each document, and the end ``(documents + 1,)``, mapped.
-
-    Raises:
-        DataError: A file is missing, damaged, cut, or of another pair.
     """
 
     def __init__(self, prefix: str | Path, key: str = KEY) -> None:
@@ -308,8 +231,6 @@ class IndexedDataset:
         except (OSError, ValueError) as error:  # ValueError: there is nothing to map
             raise self._error(".idx", f"a readable pair of .bin and .idx ({error})") from error
         weakref.finalize(self, os.close, self._file)
-        # Searching touches pages here and there; the kernel would read 128 KiB around each.
-        index.madvise(mmap.MADV_RANDOM)
         if len(index) < _HEADER.size or index[:9] != _MAGIC:
             raise self._error(".idx", f"an index of Megatron's format, which begins {_MAGIC!r}")
         _, version, code, count, borders = _HEADER.unpack_from(index)
@@ -319,17 +240,17 @@ class IndexedDataset:
         # Counts are from the file: compare in Python's integers, before numpy sees them. A byte
         # per sequence (multimodal modes) may follow.
         size = _HEADER.size + 12 * count + 8 * borders
-        if borders < 1 or len(index) not in (size, size + count):
-            want = f"an intact index: {count} sequences and {borders} borders do not fill its"
-            raise self._error(".idx", f"{want} {len(index)} bytes")
+        if borders != count + 1 or len(index) not in (size, size + count):
+            want = f"an intact index of one sequence per document: {count} sequences and {borders}"
+            raise self._error(".idx", f"{want} borders do not fill its {len(index)} bytes")
         self._dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
         self._size = self._dtype.itemsize
+        # Of each document (n,), mapped: its tokens, and the bytes before it.
         self.lengths = np.frombuffer(index, "<i4", count, _HEADER.size)
         self.offsets = np.frombuffer(index, "<i8", count, _HEADER.size + 4 * count)
-        self.borders = np.frombuffer(index, "<i8", borders, _HEADER.size + 12 * count)
+        self._borders = np.frombuffer(index, "<i8", borders, _HEADER.size + 12 * count)
         held = os.fstat(self._file).st_size
-        self.num_sequences, self.num_documents = count, borders - 1
-        self.num_tokens = held // self._size
+        self.num_documents, self.num_tokens = count, held // self._size
         end = int(self.offsets[-1]) + int(self.lengths[-1]) * self._size if count else 0
         if held % self._size or end != held:
             want = f"the {end} bytes that {Path(self.prefix).name}.idx ends at, not {held}"
@@ -339,11 +260,7 @@ class IndexedDataset:
         return DataError(self._key, f"{self.prefix}{suffix}", want)
 
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
-        """Read the tokens from ``start`` to before ``stop``, by default all ``(n,)``.
-
-        Raises:
-            DataError: The file has become shorter, or cannot be read.
-        """
+        """Read the tokens from ``start`` to before ``stop``, by default all ``(n,)``."""
         count = ((self.num_tokens if stop is None else stop) - start) * self._size
         try:
             # One call for a window: of a mapped file every page would fault, with read-ahead.
@@ -352,47 +269,24 @@ class IndexedDataset:
         except (OSError, ValueError) as error:  # ValueError: fewer tokens than there were
             raise self._error(".bin", f"a file whose tokens can all be read ({error})") from error
 
-    def check_ids(self, vocabulary: int) -> None:
-        """Read all tokens; errors as for :meth:`Corpus.check_ids`."""
-        most = np.iinfo(self._dtype).max
-        if self._dtype.kind == "u" and most < vocabulary:
-            return
-        for start in range(0, self.num_tokens, 1 << 20):
-            ids = self.read(start, min(start + (1 << 20), self.num_tokens))
-            if ids.min() < 0 or ids.max() >= vocabulary:
-                place = int(np.argmax((ids < 0) | (ids >= vocabulary)))
-                want = f"token ids from 0 to {vocabulary - 1}, the model's, not {ids[place]} as "
-                want += f"token {start + place}; model.vocab_size sets another number"
-                raise self._error(".bin", want)
-
     def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``."""
-        if self.num_sequences != self.num_documents:  # several per document, of another writer
-            starts = np.append(0, self.ends)
-            return starts[slice(*np.searchsorted(starts, (start, stop)))]
         # A binary search touches a few pages of the index; the index is not kept in memory.
         first, last = np.searchsorted(self.offsets, (start * self._size, stop * self._size))
         return self.offsets[first:last] // self._size
 
-    @cached_property
+    @property
     def ends(self) -> npt.NDArray[np.int64]:
-        """Tokens up to the end of each document ``(documents,)``, in memory."""
-        return np.append(0, np.cumsum(self.lengths, dtype=np.int64))[self.borders[1:]]
+        """Tokens up to the end of each document ``(n,)``."""
+        return np.cumsum(self.lengths, dtype=np.int64)
 
     def check(self) -> None:
-        """Read the whole index.
-
-        Raises:
-            DataError: Sequences do not follow each other, or borders of documents are not in order.
-        """
-        sizes, borders = self.lengths * np.int64(self._size), self.borders
-        if (sizes < 0).any():
-            raise self._error(".idx", "lengths of at least 0")
-        if not np.array_equal(self.offsets, np.cumsum(sizes) - sizes):
-            raise self._error(".idx", "sequences that follow each other without gaps")
-        ends = (int(borders[0]), int(borders[-1]))
-        if ends != (0, self.num_sequences) or (np.diff(borders) < 0).any():
-            raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
+        """Read the whole index, and compare its arrays with each other."""
+        sizes = self.lengths * np.int64(self._size)
+        follow = (sizes >= 0).all() and np.array_equal(self.offsets, np.cumsum(sizes) - sizes)
+        if not follow or not np.array_equal(self._borders, np.arange(len(sizes) + 1)):
+            want = "documents of one sequence each that follow each other without gaps"
+            raise self._error(".idx", want)
 
 
 def write_shard(
@@ -400,8 +294,8 @@ def write_shard(
 ) -> ShardInfo:
     """Write the files of a shard, until they are on the disk.
 
-    ``lengths`` are the tokens of each document (documents,). ``files`` are the tokens (tokens,)
-    under ``""``, and the loss mask of pairs under ``".loss"``.
+    ``lengths`` (documents,) are in tokens; ``files`` (tokens,) are the tokens under ``""``, and the
+    loss mask of pairs under ``".loss"``.
     """
     digest = hashlib.sha256()
     for suffix, values in files.items():
@@ -430,18 +324,11 @@ def write_over(path: Path, content: bytes) -> None:
 
 
 class Rows:
-    """The rows of one part of a corpus, in the order of its tokens.
+    """The rows of one part of a corpus, in the order of its tokens; a ConfigError without any.
 
     Documents are kept apart with ``mask_documents``, pairs always. ``weight`` is the share in a
-    mixture, and ``name`` is for logs.
-
-    Attributes:
-        cut: Pairs that are longer than a row.
-        left_out: Cut pairs that have no label left.
-
-    Raises:
-        ConfigError: The corpus has not one whole row.
-        DataError: A shard of pairs is damaged.
+    mixture, and ``name`` is for logs. Of pairs, ``cut`` are longer than a row, and ``left_out``
+    have then no label left.
     """
 
     def __init__(
@@ -473,15 +360,10 @@ class Rows:
             raise ConfigError(key, seq_len, want)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self._count
 
     def read(self, rows: Indices) -> Batch:
-        """Read some rows (b,); their labels are those of `labelled`.
-
-        Raises:
-            DataError: A shard is damaged, or not there.
-        """
+        """Read some rows (b,); their labels are those of `labelled`."""
         first, last = rows * self._size, (rows + 1) * self._size
         if self.pairs:
             first, last = self._firsts[rows], self._lasts[rows]
@@ -592,10 +474,9 @@ def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batc
 class ValidationSet:
     """One rank's share of the held-out rows; the parts of a mixture come in turn.
 
-    Sequence ``i`` is of rank ``i mod D``. All ranks have the same number of rows in every batch:
-    where sequences are missing, rows of ignored labels take their place. So no rank waits for
-    another, and the token-weighted mean is exact for any ``D``. ``steps`` is the most batches per
-    rank, -1 for all sequences.
+    Sequence ``i`` is of rank ``i mod D``. Where sequences are missing, rows of ignored labels take
+    their place: no rank waits for another, and the token-weighted mean is exact for any ``D``.
+    ``steps`` is the most batches per rank, -1 for all sequences.
     """
 
     def __init__(
@@ -612,11 +493,9 @@ class ValidationSet:
         self._rows = rows[:, dp_rank::dp_world_size]
 
     def __len__(self) -> int:
-        """Return the number of batches, the same on every rank."""
         return self._rows.shape[1] // self._batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches of ``b`` rows; the labels of padded rows are ignored."""
         for rows in np.split(self._rows, len(self), axis=1):
             # A rank without a sequence for this batch reads the first one, and ignores it.
             inputs, labels = read_parts(self._parts, *np.maximum(rows, 0))
@@ -627,5 +506,5 @@ class ValidationSet:
 
 def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return tokens (b, s), labels (b, s) and the model's other arguments on a device."""
-    inputs = {name: value.to(device) for name, value in batch[0].items()}
-    return inputs.pop("input"), batch[1].to(device), inputs
+    inputs = {name: value.to(device, non_blocking=True) for name, value in batch[0].items()}
+    return inputs.pop("input"), batch[1].to(device, non_blocking=True), inputs

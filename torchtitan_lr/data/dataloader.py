@@ -6,25 +6,24 @@ position p trains on the rows ``p .. p + B - 1``. With a fixed ``training.global
 batch is the same for any number of ranks and any micro-batch, and a run goes on exactly at any
 other split. At -1, B is one micro-batch of every data-parallel rank, and grows with the ranks.
 
-The seeded order needs no table. Each epoch permutes the windows by a Feistel network (Luby and
-Rackoff, 1988) over the smallest power of two that holds them. A result that is no window is
-encrypted again until it is one: cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002, section 4). It takes no memory and no time at the start. The
-round function is integer arithmetic alone, so the order is the same on every machine and after an
-update of numpy.
+The seeded order needs no table, no memory and no time at the start. Each epoch permutes the windows
+by a Feistel network (Luby and Rackoff, 1988) over the smallest power of two that holds them. A
+result that is no window is encrypted again until it is one: cycle walking (Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002, section 4). The round function is integer arithmetic
+alone, so the order is the same on every machine.
 
-The shell is torchdata's ``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``:
-worker processes and pinned memory are its own. The state is not: there the position of every rank
-is a pickle of its own.
+The shell is torchdata's ``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``. The
+state is not: there the position of every rank is a pickle of its own.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -34,7 +33,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_lr.compat.interpreter import end_if_unheard
+from torchtitan_lr.compat.interpreter import begin_worker
 from torchtitan_lr.data.corpus import Batch, Indices, Rows, read_parts
 from torchtitan_lr.data.prepare import open_rows
 from torchtitan_lr.errors import require
@@ -43,26 +42,17 @@ from torchtitan_lr.titan.components import BaseDataLoader
 
 Words = npt.NDArray[np.uint64]
 
-ROUNDS = 6
-"""Four rounds suffice for a pseudo-random permutation; more help where the halves are small."""
-
-MOST_SLOTS = 1 << 16
-"""Longest period of a mixture; shares that need a longer one are rounded to 1/65,536."""
-
-_LAST_READ_SECONDS = 10.0
-
+ROUNDS = 6  # four suffice for a pseudo-random order; more help where the halves are small
+MOST_SLOTS = 1 << 16  # longest period of a mixture; shares that need more are rounded to 1/65,536
+LAST_READ_SECONDS = 10.0  # for a read to end when the run does; a storage may hang
 _STEP, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class TrainingRows(Dataset[Batch]):
     """The rows of a run in their order, from one corpus or from several in given shares.
 
-    Args:
-        parts: The corpora; all with the same ``seq_len``.
-        seed: Determines the order; None reads each corpus from its start to its end.
-
-    Attributes:
-        identity: All that the order depends on, by the TOML's keys.
+    All parts have the same ``seq_len``. Without a ``seed`` each is read from its start to its end.
+    ``identity`` is all that the order depends on, by the TOML's keys.
     """
 
     def __init__(self, parts: Sequence[Rows], seed: int | None = None) -> None:
@@ -99,24 +89,9 @@ class TokenDataLoader(BaseDataLoader):
 
     Micro-batch m of a step at position p holds the global rows ``p + m D b + r b + i``, with D
     data-parallel ranks, this rank r, b rows per micro-batch (``local_batch_size``) and
-    ``0 <= i < b``; m and r count from 0. The position is the first row that
-    `StepReader.take` has not handed out. Reading ahead does not move it, nor does it matter whether
-    steps are rejected.
-
-    Args:
-        dataset: The rows.
-        global_batch_size: Rows per step over all ranks, a multiple of ``D b``.
-        **options: Arguments of PyTorch's loader: ``num_workers``, ``pin_memory`` and so on.
-
-    Attributes:
-        stride: Rows of a micro-batch over all ranks, ``D b``.
-        own: Numbers of this rank's rows among them.
-        microbatches: Micro-batches per step of this rank.
-        position: Rows of all ranks together that `StepReader.take` has handed out; the reader moves
-            it.
-
-    Raises:
-        ConfigError: The batch sizes do not divide.
+    ``0 <= i < b``; m and r count from 0. The position is the first row, of all ranks together, that
+    `StepReader.take` has not handed out; the reader moves it. Reading ahead does not, nor does it
+    matter whether steps are rejected. ``options`` are those of PyTorch's loader.
     """
 
     def __init__(
@@ -130,7 +105,7 @@ class TokenDataLoader(BaseDataLoader):
         **options: Any,
     ) -> None:
         self.dataset = dataset
-        self.stride = local_batch_size * dp_world_size
+        self.stride = local_batch_size * dp_world_size  # rows of a micro-batch of all ranks
         self.microbatches, rest = divmod(global_batch_size, self.stride)
         want = f"a multiple of {self.stride} (local_batch_size {local_batch_size} * "
         want += f"data-parallel size {dp_world_size})"
@@ -138,6 +113,7 @@ class TokenDataLoader(BaseDataLoader):
         require(fits, "training.global_batch_size", global_batch_size, want)
         self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.position = 0
+        self.stopping: Callable[[], bool] = bool  # whether a signal has come; by default never
         if not options.get("num_workers"):  # torch refuses the other two without it
             options |= {"persistent_workers": False, "prefetch_factor": None}
         self._options = options
@@ -145,7 +121,7 @@ class TokenDataLoader(BaseDataLoader):
         self._thread, self._next_batch = ThreadPoolExecutor(1), Future[Batch]()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield micro-batches of ``b`` rows, from the position on.
+        """Yield micro-batches of ``b`` rows; a RuntimeError if a read does not end before a stop.
 
         A thread is one micro-batch ahead: when micro-batch j is yielded, it begins to read j + 1.
         Worker processes, if there are any, read ``prefetch_factor`` micro-batches each beyond it.
@@ -154,6 +130,9 @@ class TokenDataLoader(BaseDataLoader):
             if self._batches is None:  # at the start, and after `seek`
                 self._batches = self._batches_from(self.position)
                 self._next_batch = self._thread.submit(next, self._batches)
+            while wait([self._next_batch], timeout=1).not_done:
+                if self.stopping():
+                    raise RuntimeError("the next batch was not read yet when the run was stopped")
             batch = self._next_batch.result()
             self._next_batch = self._thread.submit(next, self._batches)
             yield batch
@@ -170,7 +149,8 @@ class TokenDataLoader(BaseDataLoader):
             warnings.filterwarnings("ignore", "'set_vital'")
             # The rows of a batch are read together: there is nothing to collate.
             given = {"batch_sampler": numbers(), "collate_fn": tuple} | self._options
-            return iter(StatefulDataLoader(self.dataset, worker_init_fn=end_if_unheard, **given))
+            begin = partial(begin_worker, os.getpid())
+            return iter(StatefulDataLoader(self.dataset, worker_init_fn=begin, **given))
 
     def close(self) -> None:
         """End the thread and the worker processes."""
@@ -183,20 +163,14 @@ class TokenDataLoader(BaseDataLoader):
         self.position = position
 
     def _drop(self) -> bool:
-        """Drop what is read ahead; return whether no read runs any more (a storage may hang)."""
+        """Drop what is read ahead; return whether no read runs any more."""
         ended = self._next_batch.cancel()
-        ended = ended or not wait([self._next_batch], timeout=_LAST_READ_SECONDS).not_done
+        ended = ended or not wait([self._next_batch], LAST_READ_SECONDS).not_done
         self._batches, self._next_batch = None, Future[Batch]()
         return ended
 
-    def shares(self) -> dict[str, float]:
-        """Return the share of the rows so far of each part of a mixture, ``data_share/<name>``."""
-        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.position)
-        each = zip(parts, seen, strict=True) if len(parts) > 1 else ()
-        return {f"data_share/{part.name}": count / max(1, self.position) for part, count in each}
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, the same on every rank; a step's record has what it counts."""
+        """Return the position, the same on every rank."""
         return {"rows": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -256,11 +230,6 @@ class Shares:
     the schedule is one period of a proportionate-fair one, by earliest pseudo-deadline (Baruah et
     al., "Proportionate progress", 1996). Part i's row number j is due in the slots from
     ``j / w_i`` to ``(j + 1) / w_i``, where w_i is its weight divided by the sum of all.
-
-    Attributes:
-        slots: The part of each row of a period.
-        counts: Rows of each part in a period.
-        _before: Rows of each part before each slot, and in a whole period (period + 1, parts).
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -272,15 +241,17 @@ class Shares:
         period = min(int(np.lcm.reduce(denominators, dtype=object)), MOST_SLOTS)
         counts = [max(1, round(share * period)) for share in shares]
         counts[int(np.argmax(counts))] += period - sum(counts)  # 0 unless the period was limited
-        slots: list[int] = []
-        given = [0] * len(counts)  # rows of each part in the slots so far
-        before = [given]
+        slots, before = list[int](), [[0] * len(counts)]
         for slot in range(period):
-            part = _earliest_due(slot, given, counts)
-            given = given.copy()
+            given = before[-1].copy()
+            rows_of_each = list(enumerate(zip(given, counts, strict=True)))
+            due = [-(-(row + 1) * period // rows) for _, (row, rows) in rows_of_each]  # rounded up
+            released = [i for i, (row, rows) in rows_of_each if row * period < (slot + 1) * rows]
+            part = min(released, key=due.__getitem__)
             given[part] += 1
             slots.append(part)
             before.append(given)
+        # Rows of each part in a period; the part of each row of it; rows of each before each slot.
         self.counts, self.slots, self._before = map(np.array, (counts, slots, before))
 
     def choose(self, rows: Indices) -> tuple[Indices, Indices]:
@@ -289,36 +260,11 @@ class Shares:
         parts = self.slots[slots]
         return parts, periods * self.counts[parts] + self._before[slots, parts]
 
-    def seen(self, rows: int) -> list[int]:
-        """Return how many of the first rows each part has had."""
-        periods, slot = divmod(rows, len(self.slots))
-        found: list[int] = (periods * self.counts + self._before[slot]).tolist()
-        return found
-
-
-def _earliest_due(slot: int, given: list[int], counts: list[int]) -> int:
-    """Return the part whose next row is due first, of those whose next row may be in this slot.
-
-    ``given`` are the rows of each part in the slots before, ``counts`` those in a period.
-    """
-    period = sum(counts)
-    found, earliest = -1, period + 1
-    for part, (row, rows) in enumerate(zip(given, counts, strict=True)):
-        released = row * period < (slot + 1) * rows
-        due = -(-(row + 1) * period // rows)  # rounded up
-        if released and due < earliest:
-            found, earliest = part, due
-    return found
-
 
 def build_dataloader(
     *, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: Any
 ) -> TokenDataLoader:
-    """Build the training loader of one data-parallel rank (a ``TrainSpec``'s hook).
-
-    Raises:
-        ConfigError: As for `TokenDataLoader` and `open_rows`.
-    """
+    """Build the training loader of one data-parallel rank (a ``TrainSpec``'s hook)."""
     training = job_config.training
     local, rows = training.local_batch_size, training.global_batch_size
     rows = local * dp_world_size if rows < 0 else rows

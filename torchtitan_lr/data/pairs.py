@@ -5,47 +5,66 @@ A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. I
 made canonical JSON where it is read, and encoded where it is prepared. A token that is no label is
 encoded as its complement ``~t``, which is negative; on disk the two are tokens and a loss mask.
 
-A chat becomes text by the tokenizer's template (:mod:`torchtitan_lr.data.template`); its tokens are
-those of transformers' ``apply_chat_template``, and its labels are the tokens of
-``return_assistant_tokens_mask``. Without a template every message is a heading and its text, and
-each answer ends with EOS. The name of a special token in a message is text, as with
-``sanitize_control_tokens`` of transformers.
+A chat becomes text by the template of the tokenizer's folder: its tokens are those of transformers'
+``apply_chat_template``, and its labels are the tokens of ``return_assistant_tokens_mask``.
+transformers renders it in its sandbox. Two things differ: a template is not given the date, because
+the tokens of a corpus would then depend on the day; and it has limits of time and length. Without a
+template every message is a heading and its text, and each answer ends with EOS. The name of a
+special token in a message is text, as with ``sanitize_control_tokens`` of transformers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import resource
+import signal
+import threading
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
-from torchtitan_lr.data.template import ChatTemplate, Rendered
-from torchtitan_lr.data.tokenizer import Tokenizer, Tokens, encode_texts
+from torchtitan_lr.config.files import file_within, read_regular
+from torchtitan_lr.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, Tokens, encode_texts
+from torchtitan_lr.errors import ConfigError
 
-Segment: TypeAlias = tuple[str, bool]
-"""A part of a record's text, and whether its tokens are labels."""
+PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 
-PROMPT, COMPLETION, MESSAGES, TOOLS = "prompt", "completion", "messages", "tools"
-
+# Around the name of a special token in a message: no characters of any text.
 _MARKS = "\ufdd0", "\ufdd1"
-"""Stand around the name of a special token in a message: no characters of any text."""
+
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # folder of templates with names
+
+_MOST_BYTES = 1 << 26  # of a template's file
+_KEY, _WANT = "model.hf_assets_path", "a chat template in Jinja, or none at all"
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# In front of a template: it then finds no function of the date. The sandbox drops the line.
+_UNDATED = "{% set strftime_now = no_such_function %}\n"
+
+MOST_SECONDS = 10.0  # to render one chat: a template can have a loop without end
+MOST_CHARACTERS = 1 << 26  # of one rendered chat
+_TOO_LONG = f"it makes more than {MOST_CHARACTERS} characters"
+
+Message = dict[str, Any]
+Rendered = tuple[str, list[tuple[int, int]]]
+"""A chat as text, and where its answers begin and end, in characters and in order."""
 
 
 def parse_pair(record: Any) -> str:
     """Check a record, and return it as canonical JSON.
 
-    The content of a message may be a list of texts, ``{"type": "text", "text": ...}``, which are
-    joined. Other keys of messages, and ``tools``, are for the template.
-
-    Raises:
-        ValueError: The record is not a pair or a chat; the message says what was expected.
+    Other keys of messages are for the template. A ValueError says what was expected.
     """
     found = record if isinstance(record, dict) else {}
     if MESSAGES in found:
-        tools = {TOOLS: found[TOOLS]} if found.get(TOOLS) else {}
-        found = tools | {MESSAGES: _parse_messages(found[MESSAGES])}
+        if found.get("tools"):
+            raise ValueError('a chat without "tools"')
+        found = {MESSAGES: _parse_messages(found[MESSAGES])}
     else:
         found = {name: found.get(name) for name in (PROMPT, COMPLETION)}
         if not all(isinstance(text, str) for text in found.values()):
@@ -62,29 +81,16 @@ def _parse_messages(messages: Any) -> list[dict[str, Any]]:
     found, roles = [], ["system", "user"]
     for place, message in enumerate(messages, 1):
         parts = message if isinstance(message, dict) else {}
-        role, content = parts.get("role"), _content(parts.get("content"), place)
+        role, content = parts.get("role"), parts.get("content")
         if role not in roles:
             raise ValueError(f"the role {' or '.join(roles)} in message {place}, not {role!r}")
-        given = {name: value for name, value in parts.items() if value is not None}
-        found.append(given | {"role": role, "content": content})
+        if not isinstance(content, str) or not content.strip():
+            raise ValueError(f'a string that is not empty as "content" of message {place}')
+        found.append({name: value for name, value in parts.items() if value is not None})
         roles = ["assistant"] if role == "user" else ["user"]
     if role != "assistant":
         raise ValueError("an answer of the assistant as the last message")
     return found
-
-
-def _content(given: Any, place: int) -> str:
-    """Return the text of a message's content, a string or a list of texts."""
-    parts = given if isinstance(given, list) else [{"text": given}]
-    content = ""
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise ValueError(f'a string, or a list of texts, as "content" of message {place}')
-        content += text
-    if not content.strip():
-        raise ValueError(f'a "content" that is not empty in message {place}')
-    return content
 
 
 def question_of(document: str) -> str:
@@ -102,11 +108,14 @@ def text_of(document: str) -> str:
     return "".join(text for text, _ in _plain(json.loads(document)))
 
 
-def _plain(record: dict[str, Any]) -> list[Segment]:
-    """Return a pair's two parts, or the plain form of a chat: heading and text of each message."""
+def _plain(record: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Return the parts of a pair's text, or of a chat's plain form; and whether each is an answer.
+
+    In the plain form a message is a heading and its text.
+    """
     if MESSAGES not in record:
         return [(record[PROMPT], False), (record[COMPLETION], True)]
-    parts, context = list[Segment](), ""
+    parts, context = list[tuple[str, bool]](), ""
     for index, message in enumerate(record[MESSAGES]):
         context += "\n\n" * (index > 0) + f"### {message['role'].capitalize()}:\n"
         if message["role"] == "assistant":
@@ -117,17 +126,138 @@ def _plain(record: dict[str, Any]) -> list[Segment]:
     return parts
 
 
+def template_files(folder: Path) -> dict[str, str]:
+    """Return the names of the files of a folder's chat templates, by the templates' names."""
+    found = {"default": CHAT_TEMPLATE} if (folder / CHAT_TEMPLATE).is_file() else {}
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    return found | {file.stem: f"{MORE_TEMPLATES}/{file.name}" for file in more}
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer; ``digest`` is its identity, empty where there is none.
+
+    A ConfigError says that it is unreadable or has no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        folder = Path(tokenizer.tokenizer_path)
+        self._special, self._where = tokenizer.special_tokens, str(folder / CHAT_TEMPLATE)
+        try:
+            files = template_files(folder)
+            if files:  # they replace all templates of the configuration
+                text = read_regular(file_within(folder, files["default"]), _MOST_BYTES).decode()
+                # Ends of lines as where a text file is read.
+                self._source = text.replace("\r\n", "\n").replace("\r", "\n")
+            else:
+                self._where = str(folder / TOKENIZER_CONFIG)
+                self._source = _of_config(tokenizer.config.get("chat_template"))
+            if (files or self._source) and not self._source.strip():
+                raise ValueError("it has no text")
+        except Exception as error:  # unreadable, or of another type
+            raise ConfigError(_KEY, self._where, f"{_WANT} ({error!r})") from error
+        self._marked = _MARKED.search(self._source) is not None
+        source = self._source.encode()
+        self.digest = hashlib.sha256(source).hexdigest()[:8] if source else ""
+
+    def places(self, messages: list[Message], answered: bool = True) -> Rendered:
+        """Render a chat and find its answers, each with its end mark; or what stands before one.
+
+        The answers are those that the template marks with ``{% generation %}``. Without marks an
+        answer is what it adds to the text in front of the answer. A ConfigError says that the
+        template cannot render the chat, or needs marks.
+        """
+        try:
+            text, answers = self._render(messages, opened=not answered)
+            if not answered:
+                return text, []
+            if not self._marked:  # transformers finds no answer
+                answers = list(self._by_prefixes(messages, text))
+            if any(begin == end for begin, end in answers) or not answers:
+                raise ValueError("it needs some text for every answer")
+            return text, answers
+        except Exception as error:  # a template can raise anything
+            start = json.dumps(messages, ensure_ascii=False)[:80]
+            want = f"a template that renders every chat ({error}); the chat begins with {start}"
+            if type(error).__name__ == "TemplateSyntaxError":
+                want = f"{_WANT} ({error})"
+            raise ConfigError(_KEY, self._where, want) from error
+
+    def _render(self, messages: list[Message], opened: bool = False) -> Rendered:
+        """Render a chat, with ``opened`` up to an answer that is to follow."""
+        # Imported late: few runs have a template.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options: dict[str, Any] = {"return_assistant_tokens_mask": self._marked, **self._special}
+        source = _UNDATED + self._source
+        with _limited():
+            texts, answers = render_jinja_template(
+                [messages], None, None, source, add_generation_prompt=opened, **options
+            )
+        if len(texts[0]) > MOST_CHARACTERS:
+            raise ValueError(_TOO_LONG)
+        return texts[0], answers[0] if answers else []
+
+    def _by_prefixes(self, messages: list[Message], whole: str) -> Iterator[tuple[int, int]]:
+        """Yield the places of answers, from the texts of the chat's beginnings."""
+        end = 0
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:place], opened=True)
+            after, _ = self._render(messages[: place + 1])
+            if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
+                want = "it needs text that only grows from one message to the next"
+                raise ValueError(f"{want}, or {{% generation %}} around its answers")
+            end = len(after)
+            yield len(before), end
+
+
+def _of_config(given: Any) -> str:
+    """Return the template of a configuration: a text, or the default one of several with names."""
+    if isinstance(given, list):
+        given = {each["name"]: each["template"] for each in given}
+    return str((given["default"] if isinstance(given, dict) else given) or "")
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise after `MOST_SECONDS` of work, or for memory that `MOST_CHARACTERS` do not need.
+
+    Only the main thread has a limit of time: other threads receive no signal. The timer counts the
+    process's own time, so `signal.alarm` stays free for others.
+    """
+
+    def stop(*_: Any) -> NoReturn:
+        raise TimeoutError(f"it takes more than {MOST_SECONDS:g} seconds")
+
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    timed = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGVTALRM, stop) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+        if limits[0] == resource.RLIM_INFINITY:
+            # 4 bytes per character, of the text and of its pieces, twice.
+            most = used + 16 * MOST_CHARACTERS
+            resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
+        yield
+    except MemoryError as error:
+        raise ValueError(_TOO_LONG) from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+
+
 class PairEncoder:
     """Pairs to tokens; chats by the template of the tokenizer's folder.
 
     The tokens of a pair's prompt are those of the prompt alone, as generation gives them to the
     model. The tokens of an answer are what the tokenizer appends to them for the whole text. Where
-    it would merge tokens across the border, the answer is encoded alone. A chat with a template is
-    encoded as a whole, as transformers does. ``digest`` is the identity of the template, empty for
-    the plain form.
-
-    Raises:
-        ConfigError: The template is unreadable or has no text; at the first chat, is not valid.
+    it would merge tokens across the border, the answer is encoded alone. ``digest`` is the identity
+    of the template, empty for the plain form.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -170,19 +300,16 @@ class PairEncoder:
         """Return what the template writes behind an answer, such as ``<|im_end|>``."""
         probe = "ANSWER"
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": probe}]
-        text = self._template.answered(chat).text if self.digest else ""
+        text = self._template.places(chat)[0] if self.digest else ""
         return text.rpartition(probe)[2].strip()
 
     def _encode_chat(self, record: dict[str, Any], answered: bool) -> Tokens:
         """Encode a whole chat by the template: a token is a label if a part of it is an answer."""
-        messages, tools = self._marked(record[MESSAGES]), self._marked(record.get(TOOLS))
-        if answered:
-            rendered = self._template.answered(messages, tools)
-        else:
-            rendered = Rendered(self._template.asked(messages[:-1], tools), [])
-        found, answers = list[int](), iter([*rendered.answers, (len(rendered.text) + 1,) * 2])
+        messages = self._marked(record[MESSAGES])
+        text, places = self._template.places(messages if answered else messages[:-1], answered)
+        found, answers = list[int](), iter([*places, (len(text) + 1,) * 2])
         begin, end = next(answers)
-        for token, first, last in self._tokens(rendered.text):
+        for token, first, last in self._tokens(text):
             while first >= end:
                 begin, end = next(answers)
             found.append(token if last > begin else ~token)

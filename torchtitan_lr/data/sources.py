@@ -5,11 +5,10 @@ A source is read once, in order, in raw pieces of about 1 MiB. Documents are a l
 (.jsonl), a row's ``text`` (.parquet, Hub), a module of the library, or the lines of a .txt file. A
 .jsonl file may hold pairs or chats instead (:mod:`torchtitan_lr.data.pairs`).
 
-A document is held out for validation if its hash is among the lowest 1/200 of all hashes. The
-choice depends on the document alone, so all copies of one are in the same part. Of a few MiB that
-would be nothing or a few words: a small corpus holds out the documents with the lowest hashes, up
-to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of the library (one in
-20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
+A document is held out for validation if its hash is among the lowest 1/200 of all hashes: all
+copies of one are in the same part. A small corpus holds out the documents with the lowest hashes,
+up to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of the library (one
+in 20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
 
 Of a folder or a pattern, hidden files and folders are not read (backups of editors,
 ``.ipynb_checkpoints``). A link that leads out of the folder is refused: who sent the folder could
@@ -18,7 +17,6 @@ have named any file of this machine.
 
 from __future__ import annotations
 
-import bz2
 import glob
 import hashlib
 import io
@@ -31,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, count, groupby
+from itertools import accumulate, chain, count, groupby
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -47,26 +45,19 @@ _ASSETS = Path(__file__).parent / "assets" / "cpython"
 SHIPPED = {CPYTHON: _ASSETS / "stdlib.jsonl.zst", STDLIB_DOCS: _ASSETS / "docs.jsonl.zst"}
 """A module's path and text per line; the text of `STDLIB_DOCS` has one canonical pair per line."""
 
+# Folders of the library that are not read: installed packages and test suites.
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-"""Folders of the library that are not read: installed packages and test suites."""
 
-COMPRESSED: dict[str, Any] = {".gz": "gzip", ".zst": "zstd", ".bz2": bz2.open, ".xz": lzma.open}
-"""How files are read by their suffix: pyarrow's name of the codec, or what opens them."""
-
-ENDINGS = (*(kind + end for end in ("", *COMPRESSED) for kind in (".txt", ".jsonl")), ".parquet")
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+ENDINGS = (*(kind + end for end in ("", *CODECS) for kind in (".txt", ".jsonl")), ".parquet")
 
 PIECE_BYTES = 1 << 20  # of text: some 0.2 seconds of work for a tokenizer
 PLACE_BYTES = 1 << 12  # lines of a .txt file within these bytes are held out together
 HEAD_BYTES = 1 << 16  # of a file, in which its encoding is looked for
+ROWS = 64  # of a .parquet file are read at once
+# Bytes of the longest line of a .jsonl file, or characters of a column's text. A tokenizer takes
+# some 130 bytes of memory per byte of one document: 2 GB for these 16 MiB.
 LONGEST = 1 << 24
-"""Bytes of the longest line of a .jsonl file (characters of a column's text) that is read.
-
-A tokenizer takes some 130 bytes of memory per byte of one document: 2 GB for these 16 MiB."""
-
-ROWS = 64  # of a .parquet file are read at once, or fewer
-ROWS_BYTES = 1 << 29
-"""Bytes that they may have if each has the text of a whole chunk: 661 bytes of a file can hold 256
-rows of 13 MB each."""
 
 BOM = b"\xef\xbb\xbf"  # some editors write it before a text in UTF-8
 
@@ -103,31 +94,19 @@ class Piece(NamedTuple):
     """Some text as it was read."""
 
     file: str  # for errors
-    data: bytes | list[str | bytes]  # whole lines, or texts; as bytes if they are no UTF-8
+    data: bytes | list[str]  # whole lines, or texts
+    size: int  # its bytes or characters
     start: int | None = None  # bytes of a .txt file before it; None of others, with documents
     line: int = 1  # the number of its first line or row
     held_out: bool | None = None  # the part of all its documents; None to choose by hash
 
-    @property
-    def size(self) -> int:
-        """Its bytes or characters."""
-        return sum(map(len, self.data)) if isinstance(self.data, list) else len(self.data)
 
-
-class Bad(NamedTuple):
-    """A record that is left out, or in which characters are replaced."""
-
-    place: str
-    want: str  # what was expected there
-    replaced: bool = False  # it is not left out
+Bad = tuple[str, str]
+"""The place of a record that cannot be read, and what was expected there."""
 
 
 class Reader:
-    """Reads a source.
-
-    Raises:
-        ConfigError: There is no such source.
-    """
+    """Reads a source; a ConfigError says that there is none."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -155,8 +134,7 @@ class Reader:
             lines = io.BufferedReader(_decompressed(raw, files[0]))
             while not isinstance(first, dict) and (line := lines.readline(LONGEST + 1)):
                 first = _from_json(line)
-        first = first if isinstance(first, dict) else {}
-        if "text" in first or not first.keys() & {PROMPT, MESSAGES}:
+        if not isinstance(first, dict) or "text" in first or not first.keys() & {PROMPT, MESSAGES}:
             return False
         if other := [file for file in self.files if file not in files]:
             raise ConfigError(self.source.key, str(other[0]), "only .jsonl files of pairs")
@@ -196,12 +174,7 @@ class Reader:
         return last  # the document with the highest hash is always left for training
 
     def pieces(self) -> Iterator[Piece]:
-        """Read the source.
-
-        Raises:
-            DataError: A file is unreadable, or breaks off in the middle.
-            ConfigError: A dataset cannot be opened.
-        """
+        """Read the source; a DataError says what cannot be opened, or breaks off in the middle."""
         kind = self.source.name
         for file in self.files if kind == "local" else [Path(str(self.source))]:
             of_file = self._rows if file.suffix == ".parquet" else self._lines
@@ -227,14 +200,14 @@ class Reader:
         source = self.source
         if source.name != "hf" or self.commit or data_path(source.paths[0], source.key).is_dir():
             return
-        import huggingface_hub as hub
+        from huggingface_hub import HfApi, constants
 
-        if hub.constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             return
         name, _, revision = source.paths[0].partition("@")
         # One request first: without a network `datasets` tries for a minute per file.
         with self._in_one_line(Path(str(source))):
-            about = hub.HfApi().dataset_info(name, revision=revision or None, timeout=10)
+            about = HfApi().dataset_info(name, revision=revision or None, timeout=10)
         self.commit = about.sha
 
     def documents(self, piece: Piece) -> tuple[tuple[list[str], list[str]], list[Bad]]:
@@ -245,24 +218,21 @@ class Reader:
         known = {"train": False, "held_out": True}.get(self.source.part, piece.held_out)
         parts, bad = (list[str](), list[str]()), list[Bad]()
 
-        def part(found: tuple[str, Any]) -> bool:
+        def part(found: tuple[str, str]) -> bool:
             return document_hash(found[0]) < self.limit if known is None else known
 
         for held_out, run in groupby(self._records(piece, bad), part):
             texts = [text for _, text in run]
+            # The lines of .txt that follow each other are one document.
             parts[held_out].extend(texts if piece.start is None else ["".join(texts)])
         return parts, bad
 
     def texts(self, held_out: bool = False) -> Iterator[str]:
-        """Yield the documents (of pairs the canonical records) of a part.
-
-        Raises:
-            DataError: A file or a record is unreadable.
-        """
+        """Yield the documents (of pairs canonical records) of a part; errors as for `pieces`."""
         for piece in self.pieces():
             parts, bad = self.documents(piece)
-            if lost := [record for record in bad if not record.replaced]:
-                raise DataError(self.source.key, lost[0].place, lost[0].want)
+            if bad:
+                raise DataError(self.source.key, *bad[0])
             yield from parts[held_out]
 
     def _records(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, str]]:
@@ -271,20 +241,14 @@ class Reader:
             yield from self._places(piece, bad)
             return
         lines: list[Any] = piece.data if isinstance(piece.data, list) else piece.data.split(b"\n")
-        parse = self._of_row if isinstance(piece.data, list) else self._of_line
         for number, line in enumerate(lines, piece.line):
             try:
-                for document in parse(line):
-                    clean = document
-                    if not document.isascii():
-                        # JSON can encode a lone surrogate, which tokenizers reject.
-                        clean = document.encode("utf-8", errors="replace").decode("utf-8")
-                    if clean != document:
-                        want = "no lone surrogate, which '?' replaces"
-                        bad.append(Bad(_place(piece.file, number), want, replaced=True))
+                for document in self._of_line(line):
+                    # JSON can encode half of a surrogate pair, which tokenizers reject: now '?'.
+                    clean = document.encode("utf-8", errors="replace").decode("utf-8")
                     yield question_of(clean) if self.pairs else clean, clean
             except ValueError as error:
-                bad.append(Bad(_place(piece.file, number), str(error)))
+                bad.append((f"{piece.file}:{number}", str(error)))
 
     def _places(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, str]]:
         """Yield the lines of .txt that start in the same bytes, with the name of their place."""
@@ -299,21 +263,16 @@ class Reader:
                 try:
                     texts.append(_decoded(line if start else line.removeprefix(BOM)))
                 except ValueError as error:
-                    bad.append(Bad(_place(piece.file, number), str(error)))
+                    bad.append((f"{piece.file}:{number}", str(error)))
             if text := "".join(texts):
                 yield f"{name}:{place}", text
 
-    def _of_row(self, text: Any) -> list[str]:
-        """Return the documents of a row; a ValueError says what was expected."""
-        if len(text) > LONGEST:
-            raise ValueError(f"a text of at most {LONGEST:,} characters")
-        known = _decoded(text) if isinstance(text, bytes) else text
-        return [part for part in (known.split("\n") if self.pairs else [known]) if part]
-
-    def _of_line(self, line: bytes) -> list[str]:
-        """Return the document of a .jsonl line, if any; errors as for a row."""
+    def _of_line(self, line: bytes | str) -> list[str]:
+        """Return the documents of a .jsonl line, or of a row; a ValueError says what is wrong."""
         if len(line) > LONGEST:
-            raise ValueError(f"a line of at most {LONGEST:,} bytes")
+            raise ValueError(f"a text of at most {LONGEST:,} bytes")
+        if isinstance(line, str):
+            return [part for part in (line.split("\n") if self.pairs else [line]) if part]
         if not line.strip():
             return []
         record, column = _from_json(_decoded(line.removeprefix(BOM))), self.source.column
@@ -329,11 +288,14 @@ class Reader:
         is_plain = kind_of(path) == ".txt"
         with path.open("rb") as raw, _decompressed(raw, path) as file:
             held = bytearray()  # of a line that goes on
-            start, line, place = 0, 1, 0  # of the piece, and the bytes that were read
+            start = 0 if is_plain else None  # of the piece, as is its line
+            line, place = 1, 0  # bytes that were read
             # Up to multiples of the size, however few bytes a codec gives at once.
             while new := file.read(PIECE_BYTES - place % PIECE_BYTES):
-                if not place:
-                    self._refuse_other_encodings(path, new[:HEAD_BYTES])
+                head = new[:HEAD_BYTES].decode("utf-8", errors="replace") if not place else ""
+                if "\0" in head or head.count("\ufffd") * 10 > len(head):  # a few are bad lines
+                    want = "text in UTF-8; this is UTF-16, binary or another (iconv converts it)"
+                    raise DataError(self.source.key, str(path), want)
                 place += len(new)
                 cut = new.rfind(b"\n") + 1  # a carriage return ends no line
                 if is_plain and not cut and len(held) + len(new) >= PIECE_BYTES:
@@ -341,18 +303,14 @@ class Reader:
                 # The rest of a line that is too long is not kept.
                 held += new[:cut] if cut else new[: max(0, LONGEST + 1 - len(held))]
                 if cut:
-                    yield Piece(str(path), bytes(held), start if is_plain else None, line)
-                    start, line = place - len(new) + cut, line + held.count(b"\n")
+                    yield Piece(
+                        str(path), bytes(held), len(held), start if is_plain else None, line
+                    )
+                    start = place - len(new) + cut if is_plain else None
+                    line += held.count(b"\n")
                     held = bytearray(new[cut:])
             if held:
-                yield Piece(str(path), bytes(held), start if is_plain else None, line)
-
-    def _refuse_other_encodings(self, path: Path, head: bytes) -> None:
-        """Raise a DataError for what is no text in UTF-8; a few bad bytes are bad lines."""
-        found = head.decode("utf-8", errors="replace")
-        if "\0" in found or found.count("\ufffd") * 10 > len(found):
-            want = "text in UTF-8; this is UTF-16, another encoding (iconv converts it) or binary"
-            raise DataError(self.source.key, str(path), want)
+                yield Piece(str(path), bytes(held), len(held), start, line)
 
     def _rows(self, path: Path) -> Iterator[Piece]:
         # Imported late: text files do not need pyarrow.
@@ -361,20 +319,15 @@ class Reader:
 
         column = self.source.column
         with pq.ParquetFile(path) as file:
-            kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-            kind = kinds.get(column)
+            schema = file.schema_arrow
+            kind = schema.field(column).type if column in schema.names else None
             kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
             if kind not in (pa.string(), pa.large_string(), pa.string_view()):
                 raise DataError(self.source.key, str(path), f"strings in column '{column}'")
-            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
-            place = leaves.index(column)
-            largest = max(
-                (group.column(place).total_uncompressed_size for group in groups), default=1
+            texts = chain.from_iterable(
+                batch[0].to_pylist() for batch in file.iter_batches(ROWS, columns=[column])
             )
-            rows = min(ROWS, max(1, ROWS_BYTES // max(1, largest)))
-            batches = file.iter_batches(rows, columns=[column], use_threads=False)
-            yield from _grouped(path, (text for each in batches for text in _strings(each[0])))
+            yield from _grouped(path, (text or "" for text in texts))
 
     def _modules(self, path: Path) -> Iterator[Piece]:
         """Read the library's files: those to train on, then those held out, by their hashes.
@@ -414,8 +367,8 @@ class Reader:
         known = rows.column_names or [source.column]
         want = f"one of the columns of {given!r}: {', '.join(known)}"
         require(source.column in known, "training.text_column", source.column, want)
-        rows = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
-        yield from _grouped(path, (_text_of_row(row, source.column) for row in rows))
+        texts = (row.get(source.column) or "" for row in rows)
+        yield from _grouped(path, texts)
 
 
 def document_hash(document: str) -> int:
@@ -431,22 +384,19 @@ def data_path(path: str, key: str) -> Path:
 
 def kind_of(path: Path) -> str:
     """Return a file's suffix without that of its compression: .jsonl of ``a.jsonl.zst``."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return Path(path.stem).suffix if path.suffix in CODECS else path.suffix
 
 
 def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files of paths, folders and patterns that hold text, sorted by path.
-
-    Raises:
-        ConfigError: No file is found, or a link leads out of a folder.
-    """
+    """Return the files of paths, folders and patterns that hold text, sorted by path."""
     found: dict[Path, Path] = {}  # by their places without links: a loop of folders ends
     for path in paths:
         target, folder = data_path(path, key), None
         if target.is_file():
             files = [target]
         elif target.is_dir():
-            files, folder = _walked(target), target
+            files, folder = list(target.rglob("[!.]*")), target
+            files = [file for file in files if "/." not in f"/{file.relative_to(target)}"]
         else:
             files = [Path(name) for name in sorted(glob.glob(str(target), recursive=True), key=len)]
             folder = Path(os.path.dirname(glob.escape(str(target)).partition("[")[0]))
@@ -462,32 +412,19 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
     return sorted(filled, key=Path.as_posix)
 
 
-def _walked(root: Path) -> list[Path]:
-    """Return the files below a folder but hidden ones."""
-    files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return files
-
-
 def _refuse_links(files: list[Path], folder: Path, key: str) -> None:
     for file in files:
-        if leads_out(file, folder):
-            want = (
-                f"files of {folder}; this one is a link to {file.resolve()}: name that to read it"
-            )
-            raise ConfigError(key, str(file), want)
+        want = f"files of {folder}; this one is a link to {file.resolve()}: name that to read it"
+        require(not leads_out(file, folder), key, str(file), want)
 
 
 def library_files(root: Path) -> list[Path]:
-    """Return the non-empty .py files of a library; some builds of Python omit them."""
+    """Return the .py files of a library but empty ones; some builds of Python omit them."""
     found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in EXCLUDED]
-        paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        # Skip broken links and empty files.
-        found += [path for path in paths if path.is_file() and path.stat().st_size]
+    for file in root.rglob("*.py"):
+        left_out = EXCLUDED & set(file.relative_to(root).parts[:-1])
+        if not left_out and file.is_file() and file.stat().st_size:  # no broken link
+            found.append(file)
     want = f"an interpreter with library sources (none under {root}), or 'cpython'"
     require(found, "training.dataset", STDLIB, want)
     return found
@@ -507,11 +444,6 @@ def _decoded(text: bytes) -> str:
     except UnicodeDecodeError as error:
         want = f"text in UTF-8, not the byte 0x{text[error.start]:02x} at {error.start}"
         raise ValueError(f"{want} (`iconv -f LATIN1 -t UTF-8` converts ISO-8859-1)") from error
-
-
-def _place(file: str, number: int) -> str:
-    """Name a line or a row; what a terminal cannot show of a file's name is escaped."""
-    return f"{repr(file)[1:-1]}:{number}"
 
 
 def _cut_in_line(text: bytes) -> int:
@@ -535,44 +467,27 @@ def _split(line: bytes) -> list[bytes]:
 
 def _decompressed(raw: IO[bytes], path: Path) -> Any:
     """Return a file's text for reading bytes; reading raises OSError where a file is cut."""
-    codec = COMPRESSED.get(path.suffix)
+    codec = CODECS.get(path.suffix)
     if codec is None:
         return raw
-    if not isinstance(codec, str):
-        return codec(raw)
+    if codec == "xz":  # which pyarrow does not read
+        return lzma.open(raw)
     import pyarrow as pa  # imported late: plain text does not need it
 
     return pa.CompressedInputStream(pa.PythonFile(raw, "r"), codec)
 
 
-def _strings(column: Any) -> list[Any]:
-    """Return the texts of an arrow column; as bytes where one is not UTF-8."""
-    import pyarrow as pa
-
-    if isinstance(column.type, pa.DictionaryType):
-        column = column.dictionary_decode()
-    try:
-        return [text or "" for text in column.to_pylist()]
-    except UnicodeDecodeError:
-        return [text or b"" for text in column.cast(pa.large_binary()).to_pylist()]
-
-
-def _text_of_row(row: dict[str, Any], column: str) -> str:
-    text = row.get(column) or ""
-    if not isinstance(text, str):
-        raise TypeError("the column has other values than text")
-    return text
-
-
-def _grouped(path: Path, documents: Iterable[Any]) -> Iterator[Piece]:
+def _grouped(path: Path, documents: Iterable[str]) -> Iterator[Piece]:
     """Yield texts in pieces of about `PIECE_BYTES`, numbered from 1."""
-    some, size, first = list[Any](), 0, 1
+    some, size, first = list[str](), 0, 1
     for document in documents:
+        if not isinstance(document, str):
+            raise TypeError("the column has other values than text")
         # The rest of a text that is too long is not kept.
         some.append(document[: LONGEST + 1])
         size += len(some[-1])
         if size >= PIECE_BYTES:
-            yield Piece(str(path), some, line=first)
+            yield Piece(str(path), some, size, line=first)
             some, size, first = [], 0, first + len(some)
     if some:
-        yield Piece(str(path), some, line=first)
+        yield Piece(str(path), some, size, line=first)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from torchtitan_lr.config.files import read_json, read_regular, sample_of
+from torchtitan_lr.config.files import read_json, read_regular
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, require
 
@@ -30,16 +30,6 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
 ASSETS = "torchtitan_lr/data/assets/"  # in the package
 SHIPPED = ASSETS + "bpe32k"  # of the papers' sizes, in the package
-HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
-
-_HUB_FILES = [
-    *("tokenizer*", SPECIAL_TOKENS_MAP, "added_tokens.json", GENERATION_CONFIG),
-    *("chat_template*", "additional_chat_templates/*"),
-]
-_FILES = (  # that determine a tokenizer
-    *(HF_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json"),
-    *(GENERATION_CONFIG, "config.json"),
-)
 _KEY = "model.hf_assets_path"
 _PROBE = (
     "def f(x):\r\n\treturn x**2 + 0.125e-3  # caf\u00e9, cafe\u0301\n\n\n   We'll DON'T 1234567 "
@@ -51,89 +41,31 @@ _PROBE = (
 
 
 def resolve_assets_path(path: str) -> Path:
-    """Find an assets folder: the path itself, else relative to the package's parent folder.
-
-    Of ``hf://OWNER/NAME`` it is the copy in the cache of Hugging Face, downloaded where needed.
-
-    Raises:
-        ConfigError: An invalid path, such as the home of an unknown user, or a tokenizer of the
-            hub that cannot be downloaded.
-    """
-    if path.startswith(HUB):
-        return _in_cache.get(path) or _from_hub(path)
+    """Find an assets folder: the path itself, else relative to the package's parent folder."""
     here = user_path(path, _KEY)
     shipped = Path(__file__).resolve().parents[2] / path
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
 
 
-@lru_cache(maxsize=4)
-def _from_hub(path: str) -> Path:
-    from huggingface_hub import snapshot_download  # late: few runs need it
-
-    repository = path.removeprefix(HUB)
-    try:
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, etag_timeout=5))
-    # Not found, gated, no network: each version and each layer below has exceptions of its own.
-    except Exception as error:
-        folder = "assets/hf/" + repository.rpartition("/")[2]
-        want = (
-            f"a tokenizer of the hub that can be read here ({type(error).__name__}); on a machine"
-            f" with a network `hf download {repository} {HF_FILE} tokenizer_config.json"
-            f" --local-dir {folder}` writes a folder to name instead; or {SHIPPED}, in the package"
-        )
-        raise ConfigError(_KEY, path, want) from error
-
-
-_in_cache: dict[str, Path] = {}  # what `require_cached` found
-
-
-def require_cached(path: str) -> None:
-    """Find a tokenizer of the hub in the cache of Hugging Face; nothing is downloaded from then on.
-
-    Raises:
-        ConfigError: The cache has no such tokenizer.
-    """
-    from huggingface_hub import snapshot_download
-
-    repository = path.removeprefix(HUB)
-    try:
-        found = snapshot_download(repository, allow_patterns=_HUB_FILES, local_files_only=True)
-    except Exception as error:  # not cached, or no name of a repository
-        want = (
-            f"a tokenizer in the cache: reading a run downloads nothing; `hf download {repository}`"
-        )
-        raise ConfigError(_KEY, path, want) from error
-    _in_cache[path] = Path(found)
-
-
 def build_tokenizer(job_config: Any) -> Tokenizer:
-    """Build the tokenizer of the assets folder.
-
-    The result is cached per process until a file of the folder changes.
+    """Build the tokenizer of the assets folder; a process reads it once.
 
     Raises:
         ConfigError: The folder does not exist, or it has no readable tokenizer with some tokens.
     """
     path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
-    want = f"a folder that holds {HF_FILE}, hf://OWNER/NAME or {SHIPPED}"
+    want = f"a folder that holds {HF_FILE}, as `hf download OWNER/NAME --include"
+    want += f" 'tokenizer*' --local-dir FOLDER` makes one, or {SHIPPED}, in the package"
     if (file.parent / "tokenizer.model").is_file():
         want += "; torchtitan-lr tokenizer --ranks converts llama-3's tokenizer.model"
     require(file.is_file(), _KEY, path, want)
     try:
-        there = [name for name in _FILES if (file.parent / name).is_file()]
-        samples, _ = sample_of([file.parent / name for name in there])
-        return _read(str(file.parent), (*there, *samples))
-    except Exception as error:  # the tokenizers library raises bare Exception
+        return _known(str(file.parent))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library raises bare Exception, or panics
         raise ConfigError(_KEY, str(file), f"a readable {file.name} ({error})") from error
-
-
-@lru_cache(maxsize=2)
-def _read(folder: str, content: tuple[str, ...]) -> Tokenizer:
-    tokenizer = Tokenizer(folder)
-    if not vocabulary(tokenizer):
-        raise ValueError("it has no tokens")
-    return tokenizer
 
 
 class Tokenizer:
@@ -143,20 +75,8 @@ class Tokenizer:
     ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``. Truncation and
     padding of the file are for batches of other models, and are off: a document keeps its length.
 
-    Attributes:
-        tokenizer: The library's tokenizer.
-        file_digest: Of the content of ``tokenizer.json``.
-        config: Contents of ``tokenizer_config.json``; empty where there is none.
-        special_tokens: Text by name, such as ``bos_token``.
-        more_special_tokens: Special tokens without a name, as the files have them.
-        added: Ids that the library puts before and after a text.
-        begin, end: Ids that stand around a document: ``added``, and BOS and EOS where there are
-            such tokens and ``added`` has them not.
-        cleans_up: Whether decoding removes spaces in front of punctuation.
-        stop_ids: Tokens that end a generated text: EOS, and ``generation_config.json``'s.
-
     Raises:
-        Exception: A file is unreadable; the library raises no narrower type.
+        Exception: A file is unreadable, or has no tokens; the library raises no narrower type.
     """
 
     def __init__(self, folder: str) -> None:
@@ -167,21 +87,21 @@ class Tokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.config = _read_if_there(place / TOKENIZER_CONFIG)
-        named, self.more_special_tokens = _named_tokens(place, self.config)
+        named, self.more_special_tokens = _named_tokens(place, self.config)  # without names
         self.special_tokens = {name: _text(token) for name, token in named.items()}
         _add_tokens(self.tokenizer, place, self.config, named, self.more_special_tokens)
-        # Of BPE it would remove spaces that are the text's own.
-        self.cleans_up = self.config.get("clean_up_tokenization_spaces") is True
-        self.cleans_up &= not isinstance(self.tokenizer.model, tokenizers.models.BPE)
+        if not self.get_vocab():
+            raise ValueError("it has no tokens")
         self.bos_id, self.eos_id = (
             None if text is None else self.tokenizer.token_to_id(text)
             for text in map(self.special_tokens.get, ("bos_token", "eos_token"))
         )
+        # What the library puts around a text; and what stands around a document: BOS and EOS too.
         self.added = first, last = self._added_around()
         bos = [] if self.bos_id is None or self.bos_id in first else [self.bos_id]
         eos = [] if self.eos_id is None or self.eos_id in last else [self.eos_id]
         self.begin, self.end = bos + first, last + eos
-        self.stop_ids = {*stop_ids_of(place), self.eos_id} - {None}
+        self.stop_ids = {*stop_ids_of(place), self.eos_id} - {None}  # end a generated text
 
     def _added_around(self) -> tuple[list[int], list[int]]:
         """Return the ids that the tokenizer puts before and after a text."""
@@ -199,28 +119,20 @@ class Tokenizer:
         """Encode a text.
 
         With ``special`` the name of a special token in it is that token, and not just text: for
-        templates and prompts, but not for documents, which could forge their end.
+        prompts, but not for documents, which could forge their end.
         """
         special = special and not self.config.get("split_special_tokens", False)
         ids = self.encode_text(text, special).ids
         return self.begin * add_bos + ids + self.end * add_eos
 
     def encode_text(self, text: str, special: bool = False) -> Any:
-        """Return the library's ``Encoding`` of a text alone.
-
-        Here ``special`` does not depend on ``split_special_tokens`` of the configuration: a chat
-        template means the tokens that it names.
-        """
+        """Return the library's ``Encoding``; a chat template means the tokens that it names."""
         self.tokenizer.encode_special_tokens = not special
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens, as transformers' ``decode`` does."""
+        """Return the text of tokens, every space of it."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        if self.cleans_up:
-            for end in (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re"):
-                text = text.replace(f" {end}", end)
-            text = text.replace(" ' ", "'")
         return text
 
     def get_vocab(self) -> dict[str, int]:
@@ -231,6 +143,9 @@ class Tokenizer:
     def get_vocab_size(self) -> int:
         """Return the number of tokens, the added ones included."""
         return int(self.tokenizer.get_vocab_size())
+
+
+_known = lru_cache(maxsize=2)(Tokenizer)
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
@@ -288,19 +203,14 @@ def _add_tokens(
 
 
 def stop_ids_of(folder: Path) -> list[int]:
-    """Return the tokens that end a text: of ``generation_config.json``, else ``config.json``.
-
-    Raises:
-        ConfigError: A value is no id.
-    """
-    for name in (GENERATION_CONFIG, "config.json"):
-        given = _read_if_there(folder / name).get("eos_token_id")
-        if given is None and not (folder / name).is_file():
-            continue
-        found = given if isinstance(given, list) else [] if given is None else [given]
-        want = f"a number or a list of numbers, in {folder / name}"
-        require(all(type(each) is int for each in found), "eos_token_id", given, want)
-        return found
+    """Return the tokens that end a text: of ``generation_config.json``, else ``config.json``."""
+    for file in (folder / GENERATION_CONFIG, folder / "config.json"):
+        if file.is_file():
+            given = read_json(file).get("eos_token_id")
+            found = given if isinstance(given, list) else [] if given is None else [given]
+            want = f"a number or a list of numbers, in {file}"
+            require(all(type(each) is int for each in found), "eos_token_id", given, want)
+            return found
     return []
 
 

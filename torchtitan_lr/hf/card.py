@@ -1,21 +1,29 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The README.md of an export: what the model is, what it was trained on, and how well it does."""
+"""The README.md of an export, and the note of an import on where its weights come from."""
 
 import html
 import re
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from torchtitan_lr.config.files import read_json, read_regular
 from torchtitan_lr.errors import escaped
-from torchtitan_lr.hf.origin import Origin, origin_of
+from torchtitan_lr.hf.export import write_json
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX
+from torchtitan_lr.titan.base import drop_marker
 from torchtitan_lr.training import history
-from torchtitan_lr.training.history import VALIDATION_LOSS, train_loss
+from torchtitan_lr.training.loading import read_record
 
 CARD = "README.md"
+
+ORIGIN = "origin.json"
+"""Beside an import's checkpoint: the weights' name on the Hub, and their licence as a model card
+names it; texts are empty where they are unknown."""
 
 Kind = Literal["llama", "coded", "factored"]
 """A LLaMA of transformers', a model with its code, or weights with this package's names."""
@@ -52,51 +60,64 @@ _LOADING: dict[Kind, str] = {
 }
 
 
+def write_origin(folder: Path, repository: str, out: Path) -> None:
+    """Note where an import comes from, with the licence of the folder's model card."""
+    licence = None
+    with suppress(Exception):  # no card, or one that is no YAML
+        card = ModelCard(read_regular(folder / CARD).decode())
+        licence = card.data.to_dict().get("license")
+    licence = licence if isinstance(licence, str) else ""
+    write_json(out / ORIGIN, {"repository": repository, "license": licence})
+
+
+def _origin_of(step_dir: Path) -> dict[str, str] | None:
+    """Return the origin of the weights that a checkpoint's run started from, or None for random."""
+    # An imported checkpoint, of step 0, is its own origin.
+    start: Any = str(step_dir)
+    if not (step_dir.parent.parent / ORIGIN).is_file():
+        section = read_record(step_dir).get("checkpoint")
+        start = section.get("initial_load_path") if isinstance(section, dict) else None
+    if not start or not isinstance(start, str):
+        return None
+    with suppress(OSError, ValueError, KeyError):
+        found = read_json(Path(start).parent.parent / ORIGIN)
+        return {key: str(found[key]) for key in ("repository", "license")}
+    return {"repository": "", "license": ""}  # a step of another run; no place is told
+
+
 def write_card(
     args: LlamaArgs, config: Any, step_dir: Path, out_dir: Path, kind: Kind, licence: str = ""
 ) -> None:
-    """Write the model card of an export.
-
-    Args:
-        args: The model's arguments.
-        config: The JobConfig of the run.
-        step_dir: The exported checkpoint.
-        out_dir: The export.
-        kind: What it is.
-        licence: The licence of the weights, such as ``apache-2.0``; "" for that of their origin.
-    """
+    """Write the model card of an export of a step; ``licence`` goes before its origin's."""
     step_dir = step_dir.resolve()
     step, flavor = step_dir.name.removeprefix("step-"), config.model.flavor
-    origin, name = origin_of(step_dir), args.model_family.model_name
-    rows = _model_rows(args)
-    if step != "0":
-        rows += _run_rows(config, step_dir, step)
+    name, origin = args.model_family.model_name, _origin_of(step_dir)
+    other = "other weights"
+    if origin is None:
+        happened, origin = "pre-trained with torchtitan_lr", {"repository": "", "license": ""}
+    elif step == "0":
+        happened = f"the weights of {origin['repository'] or other}, not trained with torchtitan_lr"
+    else:
+        happened = f"fine-tuned from {origin['repository'] or other} with torchtitan_lr"
     data = ModelCardData(
         library_name="torchtitan_lr" if kind == "factored" else "transformers",
         pipeline_tag="text-generation",
         tags=["torchtitan_lr", name],
-        license=licence or (origin.license if origin else "") or None,
-        base_model=(origin.repository if origin else "") or None,
+        license=licence or origin["license"] or None,
+        base_model=origin["repository"] or None,
     )
+    rows = {name: value for name, value in drop_marker(asdict(args)).items() if value is not None}
+    if step != "0":
+        rows |= _run_rows(config, step_dir, step)
     text = _TEXT.format(
         name=name if flavor.endswith(SUFFIX) else f"{name} {_plain(flavor)}",
         step=_plain(step),
         kind=_FAMILIES.get(args.family, f"model of the family {args.family}"),
-        origin=_plain(_what_happened(step, origin)),
-        table="\n".join(f"| {key} | {_plain(value)} |" for key, value in rows),
+        origin=_plain(happened),
+        table="\n".join(f"| {key} | {_plain(value)} |" for key, value in rows.items()),
         loading=_LOADING[kind],
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
-
-
-def _what_happened(step: str, origin: Origin | None) -> str:
-    """Say in words how the weights came to be."""
-    if step == "0":
-        name = origin.name if origin else "initial values"
-        return f"the weights of {name}, not trained with torchtitan_lr"
-    if origin is None:
-        return "pre-trained with torchtitan_lr"
-    return f"fine-tuned from {origin.name or 'other weights'} with torchtitan_lr"
 
 
 def _plain(value: Any) -> str:
@@ -105,45 +126,23 @@ def _plain(value: Any) -> str:
     return re.sub(r"[\\`*\[\]|~]", r"\\\g<0>", text)
 
 
-def _model_rows(args: LlamaArgs) -> list[tuple[str, Any]]:
-    heads = f"{args.dim}, {args.n_layers}, {args.n_heads} ({args.kv_heads})"
-    rows: list[tuple[str, Any]] = [("width, blocks, heads (of keys)", heads)]
-    rows += [("vocabulary", args.vocab_size), ("sequence length", args.max_seq_len)]
-    if args.low_rank:
-        rows.append(("ranks of attention, feed-forward", f"{args.rank_attention}, {args.rank_ffn}"))
-        rows.append(("nonlinearity", args.activation))
-    if args.model_family.gated:
-        rows.append(("gate of the carried latents", args.lax_gate))
-    if args.lanes > 1:
-        rows.append(("CAAT-Net lanes, shared fraction", f"{args.lanes}, {args.sync_fraction:g}"))
-    return rows
-
-
-def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
+def _run_rows(config: Any, step_dir: Path, step: str) -> dict[str, Any]:
     """Return rows from the run's configuration and history, up to the step."""
-    rows: list[tuple[str, Any]] = [("data", _corpora(config.training))]
-    records = history.read_history(step_dir.parent.parent / history.HISTORY_FILE)
-    past = [record for record in records if step.isdecimal() and record["step"] <= int(step)]
-    seen = [r[history.TOKENS_SEEN] for r in past if history.TOKENS_SEEN in r]
-    rows += [("tokens", f"{seen[-1]:,}")] if seen else []
-    losses = {
-        "training": [(train_loss(record), record["step"]) for record in past],
-        "validation": [(record.get(VALIDATION_LOSS), record["step"]) for record in past],
-    }
-    for what, pairs in losses.items():
-        found = [(loss, at) for loss, at in pairs if loss is not None]
-        for loss, at in found[-1:]:
-            text = f"{loss:.4f} nats per token, perplexity {history.perplexity(loss):.2f}"
-            rows.append((f"{what} loss at step {at}", text))
+    training = config.training
+    corpora = [each if isinstance(each, dict) else vars(each) for each in training.mixture]
+    corpora = corpora or [{"dataset": training.dataset, "path": training.dataset_path}]
+    # Of paths the last part, since the rest is the training machine's.
+    names = [f"{each['dataset']} {PurePath(str(each.get('path') or '')).name}" for each in corpora]
+    rows: dict[str, Any] = {"data": ", ".join(name.strip() for name in names)}
+    for record in history.read_history(step_dir.parent.parent / history.HISTORY_FILE):
+        if not step.isdecimal() or record["step"] > int(step):
+            break
+        if history.TOKENS_SEEN in record:
+            rows["tokens"] = f"{record[history.TOKENS_SEEN]:,}"
+        losses = {"training": history.train_loss(record)}
+        losses["validation"] = record.get(history.VALIDATION_LOSS)
+        for what, loss in losses.items():
+            if loss is not None:
+                text = f"{loss:.4f} nats per token, perplexity {history.perplexity(loss):.2f}"
+                rows[f"{what} loss"] = f"{text}, at step {record['step']}"
     return rows
-
-
-def _corpora(training: Any) -> str:
-    """Name the corpora; of paths the last part, since the rest is the training machine's."""
-    entries = [entry if isinstance(entry, dict) else vars(entry) for entry in training.mixture]
-    entries = entries or [{"dataset": training.dataset, "path": training.dataset_path}]
-    names = []
-    for entry in entries:
-        path = PurePath(str(entry.get("path") or "")).name
-        names.append(f"{entry.get('dataset')} ({path})" if path else str(entry.get("dataset")))
-    return ", ".join(names)

@@ -12,15 +12,13 @@ from safetensors import SafetensorError
 
 from torchtitan_lr import hf
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.folders import HF_CONFIG
-from torchtitan_lr.hf.read_llama import CODED, CODED_ACT, CODED_KEYS
+from torchtitan_lr.hf.llama_config import CODED, HF_CODE, build_hf_config
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.training.loading import Weights
 
-HF_CODE = "modeling_torchtitan_lr"
-"""The module that an export of a model that is no LLaMA holds."""
+HF_CONFIG = "config.json"
 
 _CODED_FAMILIES = ("full", "svd", "cola", "lax")
 """Families for which the exported model code has linears."""
@@ -43,11 +41,7 @@ def export_hf(
 ) -> int:
     """Write weights, ``config.json`` and, for what is no LLaMA, the code of the model.
 
-    Returns:
-        The number of written parameters.
-
-    Raises:
-        ConfigError: The exported code cannot compute this model.
+    Returns the number of written parameters; errors as for `check_hf_exportable`.
     """
     dtype = dtype or _dtype(weights)
     config, converted = for_transformers(args, weights, dtype, keep_factors)
@@ -63,10 +57,7 @@ def for_transformers(
     """Return the contents of ``config.json``, and the weights by LLaMA's names.
 
     What equals a full-rank LLaMA becomes transformers' own, unless ``keep_factors``: factors are
-    multiplied in fp32 or better.
-
-    Raises:
-        ConfigError: The exported code cannot compute this model.
+    multiplied in fp32 or better. Errors as for `check_hf_exportable`.
     """
     check_hf_exportable(args, keep_factors)
     coded = not is_hf_llama(args, keep_factors)
@@ -84,12 +75,7 @@ def is_hf_llama(args: LlamaArgs, keep_factors: bool = False) -> bool:
 
 
 def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
-    """Raise for a model that transformers cannot run.
-
-    Raises:
-        ConfigError: The family is not one of this package, or factors are to be kept where there
-            are none.
-    """
+    """Raise a ConfigError for another package's family, or for factors where there are none."""
     if keep_factors and not args.low_rank:
         name = args.model_family.model_name
         raise ConfigError("--keep_factors", name, "a low-rank family: llama_full has no factors")
@@ -102,48 +88,6 @@ def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a dictionary, indented."""
     path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def build_hf_config(args: LlamaArgs, dtype: torch.dtype, coded: bool = False) -> dict[str, Any]:
-    """Return ``config.json``; the rotary settings are of version 4, which later versions read."""
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": args.dim,
-        "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.kv_heads,
-        "vocab_size": args.vocab_size,
-        "rms_norm_eps": args.norm_eps,
-        "max_position_embeddings": args.max_seq_len,
-        "rope_theta": args.rope_theta,
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        # The tokenizer defines these ids; LLaMA's defaults would be other tokens.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    scaling = args.rope_scaling
-    if scaling is not None:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.scaling_factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    if coded:
-        name = "TorchtitanLRForCausalLM"
-        config["architectures"] = [name]
-        config["auto_map"] = {"AutoModelForCausalLM": f"{HF_CODE}.{name}"}
-        config["hidden_act"] = CODED_ACT
-        config[CODED] = {key: getattr(args, key) for key in CODED_KEYS}
-    return config
 
 
 def _dtype(weights: Weights) -> torch.dtype:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.data.tokenizer import Tokenizer, ids_without_token
-from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.hf.export import for_transformers, is_hf_llama
+from torchtitan_lr.errors import require
+from torchtitan_lr.hf.export import for_transformers
+from torchtitan_lr.hf.llama_config import CODED
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.training.loading import Weights
 
 USUAL_NEW_TOKENS = 100
 """Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""
-
-SEEDS = 2**63
 
 _CONTEXT = 8
 """Last tokens of the prompt that are decoded again: some decoders drop a leading space."""
@@ -30,12 +29,9 @@ _UNKNOWN = "\ufffd"
 class Settings:
     """How tokens are drawn, and what ends a text beside the tokenizer's own stop tokens."""
 
-    temperature: float = 0.0
-    """0 takes the most likely token."""
-    top_k: int = 0
-    """0 samples among all tokens."""
-    top_p: float = 1.0
-    """1 samples among all tokens."""
+    temperature: float = 0.0  # 0 takes the most likely token
+    top_k: int = 0  # 0 samples among all tokens
+    top_p: float = 1.0  # 1 samples among all tokens
     stops: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
 
@@ -45,17 +41,14 @@ class Continuation:
     """What follows a prompt."""
 
     text: str = ""
-    new_tokens: int = 0
-    """The stop token included."""
-    end: str = "length"
-    """``length``, ``stop_token`` or ``stop_string``."""
+    new_tokens: int = 0  # the stop token included
+    end: str = "length"  # or ``stop_token``, ``stop_string``
 
 
 def build_generator(args: LlamaArgs, weights: Weights, device: str) -> Any:
     """Return transformers' LLaMA or its subclass with these weights, in evaluation mode.
 
-    Raises:
-        ConfigError: The family is not one of this package.
+    A ConfigError says that the family is not one of this package.
     """
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -66,9 +59,9 @@ def build_generator(args: LlamaArgs, weights: Weights, device: str) -> Any:
     dtype = next(iter(weights.values())).dtype
     values, converted = for_transformers(args, weights, dtype, keep_factors=args.low_rank)
     config = transformers.LlamaConfig.from_dict(values)
-    dense = is_hf_llama(args, keep_factors=args.low_rank)
+    kind: Any = TorchtitanLRForCausalLM if CODED in values else transformers.LlamaForCausalLM
     with torch.device("meta"):
-        model: Any = (transformers.LlamaForCausalLM if dense else TorchtitanLRForCausalLM)(config)
+        model = kind(config)
     model.load_state_dict(converted, assign=True)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)  # no weights, so it would stay on meta
     return model.to(device).eval()
@@ -77,23 +70,13 @@ def build_generator(args: LlamaArgs, weights: Weights, device: str) -> Any:
 def max_new_tokens(
     window: int, prompt: int, key: str = "--prompt", wanted: int | None = None
 ) -> int:
-    """Return how many tokens can follow a prompt in the trained window, and refuse more.
+    """Return how many tokens can follow a prompt of so many in the trained window.
 
-    The last one is never read, so it may lie outside.
-
-    Args:
-        window: Length of the sequences that the model was trained on.
-        prompt: Number of tokens of the prompt.
-        key: The input to name in errors.
-        wanted: The number of tokens to check; None for any.
-
-    Raises:
-        ConfigError: The prompt is empty or longer than the window, or too many tokens are wanted.
+    A ConfigError, for the key, says that there are none or fewer than wanted.
     """
-    if not 0 < prompt <= window:
-        want = f"from 1 to {window} tokens (the model was trained on windows of {window})"
-        raise ConfigError(key, f"{prompt} tokens", want)
-    most = window - prompt + 1
+    want = f"from 1 to {window} tokens (the model was trained on windows of {window})"
+    require(0 < prompt <= window, key, f"{prompt} tokens", want)
+    most = window - prompt + 1  # the last one is never read, so it may lie outside
     want = f"from 1 to {most} after a prompt of {prompt} tokens (trained window: {window})"
     require(wanted is None or 0 < wanted <= most, "--max_new_tokens", wanted, want)
     return most
@@ -111,7 +94,7 @@ def continue_ids(
     """Continue one prompt by at most ``limit`` tokens; ``write`` receives the text in pieces."""
     from transformers import GenerationConfig, StoppingCriteriaList
 
-    torch.manual_seed(seed % SEEDS)
+    torch.manual_seed(seed % 2**63)
     drawn: dict[str, Any] = {"do_sample": settings.temperature > 0}
     if drawn["do_sample"]:
         drawn |= {"temperature": settings.temperature, "top_k": settings.top_k}
@@ -146,38 +129,37 @@ class _Text:
         write: Callable[[str], Any],
     ) -> None:
         self.found = Continuation()
-        self._decode, self._write = tokenizer.decode, write
+        self._decode, self._write, self._stops = tokenizer.decode, write, settings.stops
         self._prompt, self._context = len(prompt), list(prompt[-_CONTEXT:])
         self._known = len(tokenizer.decode(self._context))
-        self._stops = settings.stops
         self._stop_ids = {*tokenizer.stop_ids, *settings.stop_ids}
         self._given = 0  # characters
 
     def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Read the tokens so far (1, s) and say whether the text has ended (1,)."""
-        if self.found.end == "length":  # tokens behind a stop may still arrive
-            self._read(ids[0, self._prompt :].tolist())
-        return torch.tensor([self.found.end != "length"], device=ids.device)
-
-    def _read(self, new: list[int]) -> None:
         found = self.found
-        found.new_tokens = len(new)
-        if new[-1] in self._stop_ids:
-            found.end = "stop_token"
-            return
-        found.text = self._decode(self._context + new)[self._known :]
-        places = [place for place in map(found.text.find, self._stops) if place >= 0]
+        if found.end == "length":  # tokens behind a stop may still arrive
+            new = ids[0, self._prompt :].tolist()
+            found.new_tokens = len(new)
+            if new[-1] in self._stop_ids:
+                found.end = "stop_token"
+            else:
+                found.text = self._decode(self._context + new)[self._known :]
+                self._look_for_stops()
+        return torch.tensor([found.end != "length"], device=ids.device)
+
+    def _look_for_stops(self) -> None:
+        text = self.found.text
+        places = [place for place in map(text.find, self._stops) if place >= 0]
         if places:
-            found.end, found.text = "stop_string", found.text[: min(places)]
-            return
-        if found.text.endswith(_UNKNOWN):  # the last character is not whole
-            return
-        held = 0
-        for stop in self._stops:
-            for n in range(1, len(stop)):
-                if found.text.endswith(stop[:n]):
-                    held = max(held, n)
-        self.give(len(found.text) - held)
+            self.found.end, self.found.text = "stop_string", text[: min(places)]
+        elif not text.endswith(_UNKNOWN):  # else the last character is not whole
+            held = 0
+            for stop in self._stops:
+                for n in range(1, len(stop)):
+                    if text.endswith(stop[:n]):
+                        held = max(held, n)
+            self.give(len(text) - held)
 
     def give(self, end: int) -> None:
         """Write the text up to a place."""

@@ -5,10 +5,10 @@ import argparse
 import json
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import tomli_w
@@ -24,25 +24,18 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.sources import Source
-from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
-from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.data.tokenizer import resolve_assets_path
+from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.hf.card import write_origin
 from torchtitan_lr.hf.folders import read_args, read_weights
-from torchtitan_lr.hf.origin import write_origin
-from torchtitan_lr.hf.svd_import import (
-    Batch,
-    MatrixReport,
-    check_factorisable,
-    factorise,
-    factorised_args,
-    limit_tokens,
-)
+from torchtitan_lr.hf.svd_import import Batch, MatrixReport, factorise
 from torchtitan_lr.hf.tokenizer import import_tokenizer
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.training.evaluation import EvaluationSet, encoded
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
-from torchtitan_lr.training.loading import Weights, find_device
+from torchtitan_lr.training.loading import Weights, find_device, load_tokenizer
 
 TRAIN_TOML = "train.toml"
 TOKENIZER_FOLDER = "tokenizer"
@@ -67,33 +60,34 @@ def import_folder(
 ) -> dict[str, Any]:
     """Read a folder and write its checkpoint.
 
-    Returns:
-        ``checkpoint``, ``config`` (a TOML), ``model`` (its name), ``parameters``, ``tied``,
-        ``tokenizer`` and ``matrices`` (one row per factorised matrix).
-
-    Raises:
-        ConfigError: The folder cannot be read, or its model cannot become the wanted one.
+    Returns ``checkpoint``, ``config`` (a TOML), ``model`` (its name), ``parameters`` and
+    ``matrices`` (one row per factorised matrix). A ConfigError says that the folder cannot be read,
+    or its model cannot become the wanted one.
     """
     (folder, repository), out = find_model(str(options.folder)), options.out
     args, tied = read_args(folder)
-    family = _wanted_family(options, args)
-    made = args if family is None else factorised_args(args, family, options.rank)
+    made = _wanted_args(options, args)
     device = find_device(options.device)
     weights = read_weights(folder, args, tied)
     dtype = torch.promote_types(next(iter(weights.values())).dtype, torch.float32)
     dtype = dtype if options.dtype is None else getattr(torch, options.dtype)
-    for name in weights:  # one after another: a large model fits in memory once
-        weights[name] = weights[name].to(dtype)
     if tied:
         notice("the embedding is also the head there; here both are trained on their own")
-    reports: list[MatrixReport] = []
+    matrices = list[dict[str, Any]]()
+
+    def tell(matrix: MatrixReport) -> None:
+        matrices.append(asdict(matrix))
+        report(matrix)
+
     try:
         with unfinished(out) as aside:
             write_origin(folder, repository, aside)
             tokenizer = _copy_tokenizer(options.tokenizer, folder, aside, args, notice)
-            if family is not None:
+            if made is not args:
                 batches = _calibration(options, tokenizer, args)
-                weights, reports = factorise(args, weights, made, batches, device, report)
+                weights = factorise(args, weights, made, batches, device, dtype, tell)
+            for name in weights:  # one after another: a large model fits in memory once
+                weights[name] = weights[name].to(dtype)
             write_step_zero(made, weights, aside)
     except OSError as error:
         raise ConfigError("OUT", str(out), f"a writable folder ({error})") from error
@@ -102,20 +96,14 @@ def import_folder(
         "config": str(out / TRAIN_TOML),
         "model": made.model_family.model_name,
         "parameters": sum(tensor.numel() for tensor in weights.values()),
-        "tied": tied,
-        "tokenizer": "" if tokenizer is None else str(out / TOKENIZER_FOLDER),
-        "matrices": [asdict(each) for each in reports],
+        "matrices": matrices,
     }
 
 
 def find_model(name: str) -> tuple[Path, str]:
-    """Find the folder of a model: one of this machine, else of the Hub, downloaded if need be.
+    """Find the folder of a model: of this machine, with the name "", else of the Hub, downloaded.
 
-    Returns:
-        The folder, and the name on the Hub; "" for a folder of this machine.
-
-    Raises:
-        ConfigError: The Hub has no such model, or cannot be reached.
+    A ConfigError says that the Hub has no such model, or cannot be reached.
     """
     folder = user_path(name, "DIR")
     parts = name.split("/")
@@ -133,10 +121,8 @@ def find_model(name: str) -> tuple[Path, str]:
 def write_step_zero(args: LlamaArgs, weights: Weights, out_dir: Path) -> None:
     """Write the checkpoint, its run's record, the model's arguments and a TOML to train with.
 
-    The folder is laid out as a run's dump folder, so that every command for checkpoints reads it.
-
-    Raises:
-        ConfigError: The weights are not finite.
+    The folder is laid out as a run's dump folder, so that every command for checkpoints reads it. A
+    ConfigError says that the weights are not finite.
     """
     write_model_args(args, out_dir / MODEL_ARGS)
     toml = out_dir / TRAIN_TOML
@@ -152,25 +138,20 @@ def write_step_zero(args: LlamaArgs, weights: Weights, out_dir: Path) -> None:
     )
     own = json.dumps(str(out_dir.resolve()))[1:-1]
     run = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved
-    record = Record({"model": fingerprint}, json.loads(run))
-    write_weights(weights, Path(step_folder(out_dir / "checkpoint", 0)), record)
-    (out_dir / RUN_CONFIG).write_text(run)
-
-
-def write_weights(weights: Weights, step_dir: Path, record: Record) -> None:
-    """Write weights as a distributed checkpoint (DCP) with its record; errors as above."""
+    step_dir = Path(step_folder(out_dir / "checkpoint", 0))
+    step_dir.mkdir(parents=True)
+    writer = StepWriter(step_dir, Record({"model": fingerprint}, json.loads(run)))
     for name, tensor in weights.items():
         require(tensor.isfinite().all(), "DIR", name, "finite weights")
-    step_dir.mkdir(parents=True)
     try:
         with warnings.catch_warnings():
             # DCP warns that it runs without a process group, which is what we ask for.
             warnings.simplefilter("ignore")
-            writer = StepWriter(step_dir, record)
             dcp.save(dict(weights), storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()))[0]
         raise cause from error
+    (out_dir / RUN_CONFIG).write_text(run)
 
 
 def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
@@ -179,24 +160,16 @@ def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
     model = {"name": args.model_family.model_name, "flavor": f"{CONFIG_DIR}/{MODEL_ARGS}"}
     if (out_dir / TOKENIZER_FOLDER).is_dir():
         model["hf_assets_path"] = f"{CONFIG_DIR}/{TOKENIZER_FOLDER}"
+    batches = {"local_batch_size": 1, "global_batch_size": 16}
+    start = f"{CONFIG_DIR}/checkpoint/step-0"
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": f"{CONFIG_DIR}/run"},
         "model": model,
-        "training": {
-            "dataset": "cpython",
-            "local_batch_size": 1,
-            "global_batch_size": 16,
-            "seq_len": seq_len,
-            "steps": 1000,
-        },
+        "training": {"dataset": "cpython", **batches, "seq_len": seq_len, "steps": 1000},
         "optimizer": {"lr": 1e-4},
         "lr_scheduler": {"warmup_ratio": 0.1, "decay_type": "cosine", "min_lr_factor": 0.1},
         "validation": {"enable": True, "seq_len": seq_len, "freq": 100, "steps": 20},
-        "checkpoint": {
-            "enable": True,
-            "initial_load_path": f"{CONFIG_DIR}/checkpoint/step-0",
-            "interval": 500,
-        },
+        "checkpoint": {"enable": True, "initial_load_path": start, "interval": 500},
     }
     if args.model_family.gated:
         sections["low_rank"] = {"lax_gate": args.lax_gate}
@@ -207,23 +180,23 @@ def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
     return head + tomli_w.dumps(sections)
 
 
-def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
-    """Return what a dense model is to become, None if every weight stays as it is."""
-    name = options.family or args.family
-    require(name in FAMILIES, "--family", name, one_of(FAMILIES, name))
+def _wanted_args(options: argparse.Namespace, args: LlamaArgs) -> LlamaArgs:
+    """Return the arguments of what a model is to become: its own if every weight stays as it is."""
+    name, rank = options.family or args.family, options.rank
     if name == args.family:
         for key in ("rank", "calibration"):
             want = "nothing, or --family svd with a dense model: the weights stay as they are"
             given = getattr(options, key)
             require(given is None, f"--{key}", given, want)
-        return None
-    if not FAMILIES[name].low_rank:
-        want = f"{args.family} as in DIR; `torchtitan-lr export --format hf` multiplies factors"
-        raise ConfigError("--family", name, want)
-    family = check_factorisable(args, name)
-    want = "a rank such as a quarter of the model's width"
-    require(options.rank is not None, "--rank", "nothing", want)
-    return family
+        return args
+    want = f"{args.family} as in DIR, or svd of a dense LLaMA without lanes: a nonlinearity in the "
+    want += "bottleneck has no counterpart in a dense model"
+    fits = name in FAMILIES and FAMILIES[name].factorises and not args.low_rank and args.lanes == 1
+    require(fits, "--family", name, want)
+    largest = min(args.dim, args.ffn_dim)
+    want = f"a rank from 1 to {largest}, the model's smallest width, such as a quarter of it"
+    require(rank is not None and 0 < rank <= largest, "--rank", rank, want)
+    return replace(args, family=name, activation="fullrank", rank_attention=rank, rank_ffn=rank)
 
 
 def _copy_tokenizer(
@@ -231,19 +204,12 @@ def _copy_tokenizer(
 ) -> Any:
     """Copy a tokenizer that training can use: the given one, else that of the model's folder.
 
-    Returns:
-        The tokenizer; None if the model's folder has none, which `notice` got.
-
-    Raises:
-        ConfigError: ``--tokenizer`` cannot be used, or a file is a link out of its folder.
+    If that has none, `notice` is told, and None returned. A ConfigError says that the given one
+    cannot be used, or a file is a link out of its folder.
     """
     folder = resolve_assets_path(str(given or model))
-    config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
     try:
-        tokenizer = build_tokenizer(config)
-        tokens = vocabulary(tokenizer)
-        want = f"at most {args.vocab_size} tokens, not {tokens}"
-        require(tokens <= args.vocab_size, "--tokenizer", str(folder), want)
+        tokenizer = load_tokenizer(str(folder), args)
     except ConfigError as error:
         if given:
             raise ConfigError("--tokenizer", error.got, error.want) from error
@@ -269,6 +235,6 @@ def _calibration(
     try:
         documents = partial(encoded, source, tokenizer, held_out=False)
         batches = EvaluationSet(documents, tokenizer.decode, length, _WINDOWS)
-        return list(limit_tokens(batches, options.calibration_tokens))
+        return list(islice(batches, -(-options.calibration_tokens // (_WINDOWS * length))))
     except ConfigError as error:
         raise ConfigError("--calibration", name, error.want) from error

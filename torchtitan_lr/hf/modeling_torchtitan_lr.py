@@ -102,32 +102,26 @@ class Block(LlamaDecoderLayer):
         own = getattr(config, NAME)
         self.lanes, self.carries = own["lanes"], own["family"] == "lax"
         self.is_last = layer == config.num_hidden_layers - 1
+        gated = self.carries and own["lax_gate"] == "scalar" and layer > 0
         for name in LINEARS:
             dense: Any = self.get_submodule(name)
-            build = self._build_lanes if own["family"] == "full" else self._build_low_rank
-            self.set_submodule(name, build(own, name, dense.in_features, dense.out_features, layer))
+            d_in, d_out = dense.in_features, dense.out_features
+            if own["family"] != "full":
+                rank = own["rank_attention"] if name.startswith("self_attn") else own["rank_ffn"]
+                silu = own["activation"] in ("both", "lowrank")
+                silu = silu or (own["activation"] == "reduced" and name == "mlp.gate_proj")
+                linear: nn.Module = LowRankLinear(d_in, d_out, rank, silu, self.carries, gated)
+            elif name in ("self_attn.o_proj", "mlp.down_proj"):
+                linear = LaneTerms(d_in, d_out, self.lanes, int(own["sync_fraction"] * d_out))
+            else:
+                linear = LaneRows(d_in, d_out, bias=False)
+            self.set_submodule(name, linear)
         if own["family"] != "full" and own["activation"] not in ("both", "fullrank"):
             self.mlp.act_fn = nn.Identity()
         if self.lanes > 1:
             d, eps = config.hidden_size, config.rms_norm_eps
             self.input_layernorm = LaneRMSNorm(d, eps)
             self.post_attention_layernorm = LaneRMSNorm(d, eps)
-
-    def _build_low_rank(
-        self, own: dict[str, Any], name: str, d_in: int, d_out: int, layer: int
-    ) -> nn.Module:
-        rank = own["rank_attention"] if name.startswith("self_attn") else own["rank_ffn"]
-        silu = own["activation"] in ("both", "lowrank")
-        silu = silu or (own["activation"] == "reduced" and name == "mlp.gate_proj")
-        gated = self.carries and own["lax_gate"] == "scalar" and layer > 0
-        return LowRankLinear(d_in, d_out, rank, silu, self.carries, gated)
-
-    def _build_lanes(
-        self, own: dict[str, Any], name: str, d_in: int, d_out: int, layer: int
-    ) -> nn.Module:
-        if name in ("self_attn.o_proj", "mlp.down_proj"):
-            return LaneTerms(d_in, d_out, self.lanes, int(own["sync_fraction"] * d_out))
-        return LaneRows(d_in, d_out, bias=False)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run LLaMA's block on (b, s, d), with LaX's seven latents behind, or on (b, s, G · d)."""

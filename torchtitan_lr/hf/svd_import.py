@@ -1,19 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Factorise the linears of a ``llama_full`` block by block."""
+"""Factorise the linears of a ``llama_full`` block by block: truncated SVD, plain or weighted."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.truncation import truncate
+from torchtitan_lr.errors import require
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
-from torchtitan_lr.models.families import FAMILIES, ModelFamily
-from torchtitan_lr.models.llama import TransformerBlock, build_freqs_cis
+from torchtitan_lr.models.llama import Rows, TransformerBlock, build_freqs_cis
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.loading import Weights
 
@@ -28,7 +26,11 @@ SHARED_INPUTS = {
 }
 """The linears of a block, each with the first one that has the same input."""
 
-_EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
+_GROUPS = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
+
+RIDGE = 1e-8
+"""Added to the diagonal of the second moments, in units of its mean: it orders the directions that
+the calibration text never uses."""
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """``({"input": (b, s)}, labels (b, s))``; tokens without a label are padding."""
@@ -38,29 +40,12 @@ Batch = tuple[dict[str, Tensor], Tensor]
 class MatrixReport:
     """The loss by truncating one matrix."""
 
-    name: str
-    """``layers.0.attention.wq``"""
-    shape: tuple[int, ...]
-    """(d_out, d_in)"""
+    name: str  # ``layers.0.attention.wq``
+    shape: tuple[int, ...]  # (d_out, d_in)
     rank: int
-    error: float
-    """|W - B A| / |W|"""
+    error: float  # |W - B A| / |W|, Frobenius norms
+    # |(W - B A) X| / |W X| over the calibration inputs X; None without them.
     weighted_error: float | None
-    """The same over the calibration inputs; None without them."""
-
-
-def factorised_args(args: LlamaArgs, family: ModelFamily, rank: int) -> LlamaArgs:
-    """Return the arguments of the factorised model.
-
-    Raises:
-        ConfigError: The rank is too large or too small.
-    """
-    largest = min(args.dim, args.ffn_dim)
-    if not 0 < rank <= largest:
-        raise ConfigError("--rank", rank, f"a rank from 1 to {largest}, the model's smallest width")
-    return replace(
-        args, family=family.name, activation="fullrank", rank_attention=rank, rank_ffn=rank
-    )
 
 
 def factorise(
@@ -69,123 +54,125 @@ def factorise(
     made: LlamaArgs,
     calibration: Iterable[Batch] | None = None,
     device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
     report: Callable[[MatrixReport], object] = lambda report: None,
-) -> tuple[Weights, list[MatrixReport]]:
-    """Factorise a dense model block by block.
+) -> Weights:
+    """Factorise a dense model block by block on a device; return the weights of ``made``.
 
-    Args:
-        args: The dense model's arguments.
-        weights: Its weights; those that are factorised are taken out of it.
-        made: Result of `factorised_args`.
-        calibration: Batches of tokens whose activations in the dense model weigh the errors; None
-            for the plain SVD.
-        device: Where to compute.
-        report: Called for every matrix.
-
-    Returns:
-        The weights of the factorised model, in its order, and one report per matrix.
-
-    Raises:
-        ConfigError: The calibration text has no tokens.
+    ``weights``, which may lie in files, lose each matrix when its factors are made: beside these
+    one block is in memory. The calibration's activations in the dense model weigh the errors; a
+    ConfigError says that it has no tokens.
     """
-    stream = None if calibration is None else CalibrationStream(args, weights, calibration, device)
-    reports = list[MatrixReport]()
+    moments: Iterator[Weights] = iter(())
+    if calibration is not None:
+        moments = calibration_moments(args, weights, calibration, device)
     for index in range(args.n_layers):
-        prefix = f"layers.{index}."
-        block = {n.removeprefix(prefix): weights[n] for n in weights if n.startswith(prefix)}
-        moments = {} if stream is None else stream.advance(index, block)
+        known: Weights = next(moments, {})
         for order, (linear, first) in enumerate(SHARED_INPUTS.items()):
-            weight = weights.pop(f"{prefix}{linear}.weight")
+            name = f"layers.{index}.{linear}"
+            weight = weights.pop(f"{name}.weight")
             rank = made.rank_ffn if linear.startswith("feed_forward") else made.rank_attention
             seed = index * len(SHARED_INPUTS) + order
-            cut = truncate(weight.to(device), rank, moments[first] if moments else None, seed)
-            for letter, factor in (("A", cut.A), ("B", cut.B)):
-                weights[f"{prefix}{linear}.{letter}.weight"] = factor.to("cpu", weight.dtype)
-            shape = tuple(weight.shape)
-            each = MatrixReport(prefix + linear, shape, rank, cut.error, cut.weighted_error)
-            reports.append(each)
-            report(each)
-    return {name: weights[name] for name in model_shapes(made)}, reports
+            A, B, error, weighted = truncate(weight.to(device), rank, known.get(first), seed)
+            weights[f"{name}.A.weight"] = A.to("cpu", dtype)
+            weights[f"{name}.B.weight"] = B.to("cpu", dtype)
+            report(MatrixReport(name, tuple(weight.shape), rank, error, weighted))
+    return {name: weights[name].to(dtype) for name in model_shapes(made)}
 
 
-class CalibrationStream:
-    """The residual stream of a text in the dense model, carried from block to block.
+@torch.no_grad()
+def calibration_moments(
+    args: LlamaArgs, weights: Weights, batches: Iterable[Batch], device: str
+) -> Iterator[Weights]:
+    """Yield each block's second moments XᵀX / n of a text's inputs X (n, d_in), fp64.
 
-    Raises:
-        ConfigError: The calibration text has no tokens.
+    They have the names of the linears that are the first of `SHARED_INPUTS`. The residual stream of
+    the text in the dense model is carried, in fp32, from block to block.
     """
-
-    def __init__(
-        self, args: LlamaArgs, weights: Weights, batches: Iterable[Batch], device: str
-    ) -> None:
-        self._args, self._device = args, device
-        embedding = weights["tok_embeddings.weight"].float()
-        self._batches: list[tuple[Tensor, Tensor]] = []
-        for inputs, labels in batches:
-            self._batches.append((embedding[inputs["input"]], labels != IGNORE_INDEX))
-        self.tokens = sum(int(valid.sum()) for _, valid in self._batches)
-        if not self.tokens:
-            raise ConfigError("--calibration", "no tokens", "a text with at least two tokens")
-        length = max(valid.shape[1] for _, valid in self._batches)
-        with torch.device(device):
-            rotary = (self._args.rope_theta, self._args.rope_scaling)
-            self._table = torch.view_as_real(build_freqs_cis(self._args.head_dim, length, *rotary))
-
-    @torch.no_grad()
-    def advance(self, index: int, weights: Weights) -> Weights:
-        """Run the next block, with its weights by their names within it, on the stream.
-
-        Returns:
-            The second moments XᵀX / n of the inputs X (n, d_in) of each linear that is the first
-            of `SHARED_INPUTS`, fp64, on the device.
-        """
-        with torch.device("meta"):
-            block = TransformerBlock(index, self._args)
-        block.to_empty(device=self._device).float()
-        block.load_state_dict(weights)
-        moments: Weights = {}
-        valid = torch.empty(0)
-
-        def note(first: str, linear: Any, inputs: tuple[Tensor]) -> None:
-            x = inputs[0][valid].double()
-            product = x.T @ x / self.tokens
-            moments[first] = moments[first] + product if first in moments else product
-
-        for first in set(SHARED_INPUTS.values()):
-            # The block calls the edges of `_EDGES`, not the linears behind them.
-            linear = block.get_submodule(_EDGES.get(first, first))
-            linear.register_forward_pre_hook(lambda m, x, first=first: note(first, m, x))
-        for number, (x, mask) in enumerate(self._batches):
-            valid = mask.to(self._device)
-            out, _ = block(x.to(self._device), self._table, None)
-            self._batches[number] = (out.cpu(), mask)
-        return moments
-
-
-def limit_tokens(batches: Iterable[Batch], tokens: int) -> Iterable[Batch]:
-    """Yield batches until they have a number of tokens; the last one may go beyond it."""
-    left = tokens
+    embedding = weights["tok_embeddings.weight"]
+    stream = list[tuple[Tensor, Tensor]]()  # (b, s, d) and the valid tokens (b, s)
     for inputs, labels in batches:
-        if left <= 0:
-            return
-        left -= int((labels != IGNORE_INDEX).sum())
-        yield inputs, labels
-
-
-def check_factorisable(args: LlamaArgs, name: str) -> ModelFamily:
-    """Return the family that a dense model may become.
-
-    Raises:
-        ConfigError: No dense model determines a start of that family, or this one is not dense.
-    """
-    family = FAMILIES[name]
-    if not family.factorises:
-        can = " or ".join(
-            key for key, one in FAMILIES.items() if one.factorises or not one.low_rank
+        stream.append((embedding[inputs["input"]].float(), labels != IGNORE_INDEX))
+    tokens = sum(int(valid.sum()) for _, valid in stream)
+    require(tokens, "--calibration", "no tokens", "a text with at least two tokens")
+    length = max(valid.shape[1] for _, valid in stream)
+    with torch.device(device):
+        table = build_freqs_cis(args.head_dim, length, args.rope_theta, args.rope_scaling)
+        table = torch.view_as_real(table)
+    for index in range(args.n_layers):
+        with torch.device("meta"):
+            block = TransformerBlock(index, args)
+        block.to_empty(device=device).float()
+        prefix = f"layers.{index}."
+        block.load_state_dict(
+            {n.removeprefix(prefix): weights[n] for n in weights if n.startswith(prefix)}
         )
-        want = f"{can}: a nonlinearity in the bottleneck has no counterpart in a dense model"
-        raise ConfigError("--family", name, want)
-    if args.low_rank or args.lanes > 1:
-        want = f"no such option for a {args.model_family.model_name} with {args.lanes} lanes"
-        raise ConfigError("--family", name, f"{want}: a dense LLaMA is factorised")
-    return family
+        yield _advance(block, stream, table, tokens)
+
+
+def _advance(
+    block: Any, stream: list[tuple[Tensor, Tensor]], table: Tensor, tokens: int
+) -> Weights:
+    """Run a block on the stream; return the second moments of its linears' inputs."""
+    moments: Weights = {}
+    valid = torch.empty(0)
+
+    def note(first: str, x: Tensor) -> None:
+        x = x[valid].double()
+        moments[first] = moments.get(first, 0) + x.T @ x / tokens
+
+    for first in set(SHARED_INPUTS.values()):
+        # The block calls the modules of `_GROUPS`, not the linears behind them.
+        linear = block.get_submodule(_GROUPS.get(first, first))
+        linear.register_forward_pre_hook(lambda _, x, first=first: note(first, x[0]))
+    for number, (x, mask) in enumerate(stream):
+        valid = mask.to(table.device)
+        out, _ = block(x.to(table.device), Rows(table))
+        stream[number] = (out.cpu(), mask)
+    return moments
+
+
+def truncate(
+    weight: Tensor, rank: int, moments: Tensor | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor, float, float | None]:
+    """Compute the best factors A (r, d_in), B (d_out, r) of W (d_out, d_in), in fp64.
+
+    Plain, they minimise |W - B A|: the truncated SVD (Eckart-Young). With the second moments C =
+    X Xᵀ (d_in, d_in), up to a factor, of the inputs X they minimise |(W - B A) X|: with any S such
+    that S Sᵀ = C and W S = U Σ Vᵀ, B A = U_r Σ_r V_rᵀ S⁻¹ (SVD-LLM, Wang et al., 2024, section 3.1,
+    whose S is Cholesky's). It is computed as B A = U_r U_rᵀ W, the same matrix, for which S need
+    not have an inverse, and S is C's root by eigenvectors.
+
+    Both factors then get the root of B A's singular values: A Aᵀ = Bᵀ B.
+
+    Above the smaller side of W, surplus rows of A are random, of the size of the others, and
+    surplus columns of B zero: B A does not change, and both train.
+
+    The errors of a `MatrixReport` follow.
+    """
+    weight = weight.double()
+    root = None
+    if moments is not None:  # S with S Sᵀ = C plus the ridge
+        values, vectors = torch.linalg.eigh(moments.double())
+        ridge = RIDGE * moments.double().diagonal().mean()
+        root = vectors * (values.clamp(min=0) + ridge).sqrt()
+    used = min(rank, *weight.shape)
+    left = torch.linalg.svd(weight if root is None else weight @ root, full_matrices=False)[0]
+    left = left[:, :used]
+    inner, sizes, right = torch.linalg.svd(left.T @ weight, full_matrices=False)
+    scale = sizes.sqrt()
+    A, B = scale[:, None] * right, (left @ inner) * scale
+    difference = weight - B @ A
+    error = _ratio(difference, weight)
+    weighted = None if root is None else _ratio(difference @ root, weight @ root)
+    if rank > used:
+        generator, more = torch.Generator().manual_seed(seed), rank - used
+        rows = torch.randn(more, A.shape[1], generator=generator, dtype=A.dtype).to(A.device)
+        A, B = torch.cat([A, rows * A.std()]), torch.cat([B, B.new_zeros(B.shape[0], more)], dim=1)
+    return A, B, error, weighted
+
+
+def _ratio(difference: Tensor, whole: Tensor) -> float:
+    """Return |difference| / |whole|, 0 for a zero matrix."""
+    size = float(whole.norm())
+    return float(difference.norm()) / size if size else 0.0

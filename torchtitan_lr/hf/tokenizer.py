@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from torchtitan_lr.config.files import file_within, read_json, read_regular
-from torchtitan_lr.data.template import template_files
+from torchtitan_lr.data.pairs import template_files
 from torchtitan_lr.data.tokenizer import (
     GENERATION_CONFIG,
     HF_FILE,
@@ -30,19 +30,17 @@ _REPLACED = ("add_bos_token", "add_eos_token", "auto_map")
 def import_tokenizer(folder: Path, model: Path, out_dir: Path) -> None:
     """Copy a tokenizer's files; what ends a text is said by its folder, else by its model's.
 
-    Raises:
-        ConfigError: A file is a link to a place outside of the folder, or cannot be read.
+    A ConfigError says that a file is a link to a place outside of the folder, or cannot be read.
     """
     there = [name for name in _FILES if (folder / name).is_file()]
     copy_files(folder, [*there, *template_files(folder).values()], out_dir)
-    if (out_dir / GENERATION_CONFIG).exists():
+    if GENERATION_CONFIG in there:
         return
     if (model / GENERATION_CONFIG).is_file():
         copy_files(model, [GENERATION_CONFIG], out_dir)
-        return
-    given = read_json(model / "config.json") if (model / "config.json").is_file() else {}
-    ids = {name: given.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if stop_ids_of(model):  # transformers reads them from there, too
+    elif stop_ids_of(model):  # transformers reads them from there, too
+        given = read_json(model / "config.json")
+        ids = {name: given.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         values = {name: value for name, value in ids.items() if value is not None}
         write_json(out_dir / GENERATION_CONFIG, values)
 
@@ -66,12 +64,8 @@ def export_tokenizer(
 
     The exported tokenizer puts BOS in front where training did. It adds no EOS, unless the
     tokenizer does so by itself. Padding, on the left, is the EOS where there is no token for it.
-
-    Returns:
-        The ids of the special tokens, by their names in ``config.json``.
-
-    Raises:
-        ConfigError: A file is a link to a place outside of the folder, or cannot be read.
+    Returns the ids of the special tokens, by their names in ``config.json``; errors as for
+    `import_tokenizer`.
     """
     backend = Backend.from_str(tokenizer.tokenizer.to_str())  # its own is in use
     given = {name: value for name, value in tokenizer.config.items() if name not in _REPLACED}
@@ -97,8 +91,8 @@ def export_tokenizer(
         "padding_side": "left",
         # Without token_type_ids, which LLaMA has no use for.
         "model_input_names": ["input_ids", "attention_mask"],
-        # With BPE the setting would remove spaces of the text itself.
-        "clean_up_tokenization_spaces": tokenizer.cleans_up,
+        # The setting would remove spaces of the text itself.
+        "clean_up_tokenization_spaces": False,
     }
     stops = stop_ids_of(folder)
     if len(stops) > 1:

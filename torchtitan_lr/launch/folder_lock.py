@@ -19,25 +19,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_lr.config.files import read_json
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.config.files import open_regular, read_json
+from torchtitan_lr.errors import ConfigError, require
 
 LOCK_FILE = "run.lock"
 
-HELD_VARIABLE = "TORCHTITAN_LR_LOCKED"
-"""Environment variable of the ranks: the dump folder that the launcher has locked."""
-
-SIGNATURE_VARIABLE = "TORCHTITAN_LR_LOCK"
-"""Environment variable of the ranks: what `locked` returned to the launcher."""
+HELD_VARIABLE = "TORCHTITAN_LR_LOCK"
+"""Environment variable of the ranks whose launcher has checked the run: what `locked` returned."""
 
 
 @contextmanager
 def locked(dump_folder: str) -> Iterator[str]:
-    """Lock a job's dump folder, which is created if needed; return the signature in its lock.
-
-    Raises:
-        ConfigError: Another job uses the folder, or the folder is not writable.
-    """
+    """Lock a job's dump folder, which is created if needed; return the signature in its lock."""
     path = Path(dump_folder) / LOCK_FILE
     with ExitStack() as until:
         try:
@@ -46,7 +39,7 @@ def locked(dump_folder: str) -> Iterator[str]:
             try:
                 lock_file(file, path)
             except BlockingIOError:
-                # Listing runs holds each lock for an instant (`run_state.is_held`): try twice.
+                # Listing runs holds each lock for an instant (`is_held`): try twice.
                 time.sleep(0.05)
                 lock_file(file, path)
             since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
@@ -63,22 +56,30 @@ def locked(dump_folder: str) -> Iterator[str]:
         yield signed
 
 
-def is_ours(dump_folder: str | Path, signed: str) -> bool:
-    """Return whether a folder was neither emptied nor locked again since it was locked."""
+def check_ours(dump_folder: str, signed: str) -> None:
+    """Raise a ConfigError if a folder was emptied, or locked again, since it was locked."""
     try:
         found = (Path(dump_folder) / LOCK_FILE).read_bytes()
     except FileNotFoundError:
-        return False
+        found = b"none"
     except OSError:  # of a network's file system, for a while
+        return
+    want = f"a folder whose {LOCK_FILE} stays: another run may write there, and this one ends"
+    is_ours = found in (signed.encode(), b"")  # empty: it is being signed
+    require(is_ours, "job.dump_folder", dump_folder, f"{want} before its save")
+
+
+def is_held(dump_folder: str | Path) -> bool:
+    """Return whether a process holds the folder's ``run.lock``."""
+    try:
+        with open_regular(Path(dump_folder) / LOCK_FILE) as file:
+            # Released at the end of the block. A run that starts in this moment tries twice.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    return found in (signed.encode(), b"")  # empty: it is being signed
-
-
-def check_ours(dump_folder: str, signed: str) -> None:
-    """Raise a ConfigError unless `is_ours`."""
-    if not is_ours(dump_folder, signed):
-        want = f"a folder whose {LOCK_FILE} stays: another run may write there, and this one "
-        raise ConfigError("job.dump_folder", dump_folder, f"{want}ends before its save")
+    except OSError:
+        return False
+    return False
 
 
 def lock_file(file: IO[Any], path: Path) -> None:
@@ -94,11 +95,8 @@ def lock_file(file: IO[Any], path: Path) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        print(
-            f"warning: {path} cannot be locked ({error.strerror}): make sure that no other job "
-            "uses this folder",
-            file=sys.stderr,
-        )
+        what = f"{path} cannot be locked ({error.strerror})"
+        print(f"warning: {what}: let no other job use this folder", file=sys.stderr)
 
 
 def taken(dump_folder: str) -> ConfigError:

@@ -20,28 +20,15 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lr.checkpoints.folders import is_finite, newest_step, step_folder
 from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
-from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError, escaped
+from torchtitan_lr.launch import folder_lock, run_state
 from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, SIGNATURE_VARIABLE, is_ours, locked
-from torchtitan_lr.launch.machines import check_machines
-from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, place
+from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, check_machines, place
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
-from torchtitan_lr.launch.report import read_summary, summary_lines
-from torchtitan_lr.launch.run_state import (
-    AGAIN_THE_SAME,
-    EXIT_STATUS,
-    FAILED,
-    FINISHED,
-    REFUSED,
-    STOPPED,
-    holder_named,
-    is_held,
-    is_since,
-    read_state,
-    write_state,
-)
+from torchtitan_lr.launch.run_state import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED
+from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 
 if TYPE_CHECKING:  # it imports torch
     from torchtitan_lr.compat.elastic import Failure
@@ -53,19 +40,13 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     """Complete the command line with the configuration file and the settings of a dry run.
 
     The first argument may be CONFIG, a TOML file or a shipped name.
-
-    Raises:
-        ConfigError: Two configuration files, or an argument that is no override.
     """
-    arguments = list(argv)
+    arguments, main_job = list(argv), os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
     # A first word is CONFIG; one with "=" is an override without its dashes, refused below.
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         arguments[0] = f"--{CONFIG_FILE_KEY}={argv[0]}"
-        if any(override.key == CONFIG_FILE_KEY for override in split_arguments(argv[1:])):
-            raise ConfigError("CONFIG", argv[0], f"no CONFIG beside --{CONFIG_FILE_KEY}")
     elif all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
-        config_file = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
-        arguments = [f"--job.config_file={config_file}", *arguments]
+        arguments = [f"--job.config_file={main_job}", *arguments]
     if environment.comm_mode:
         # One step, as in torchtitan's run_train.sh. No checkpoint: the other ranks do not exist,
         # so their parts could not be written.
@@ -101,29 +82,27 @@ def run(
     from torchtitan_lr.launch.ranks import run_ranks
 
     folder, began = Path(config.job.dump_folder), time.time()
-    one_machine = environment.nodes == 1
     variables = rank_variables(environment)
-    if one_machine:
-        variables |= prepare_for_ranks(config)
-        variables[HELD_VARIABLE] = os.path.realpath(folder)
-        variables[SIGNATURE_VARIABLE] = signed
+    if environment.nodes == 1:
+        variables |= prepare_for_ranks(config) | {folder_lock.HELD_VARIABLE: signed}
     else:
         print(f"waiting for the other machines at {environment.endpoint}", flush=True)
 
-    def may_write() -> bool:
+    def record(state: str, why: str, rank: int | None = None, since: float = math.inf) -> None:
         # Of several machines rank 0 holds the folder.
-        return is_ours(folder, signed) if one_machine else not is_held(folder)
+        if environment.nodes == 1 or not folder_lock.is_held(folder):
+            run_state.write_state(folder, state, why, rank, began=since)
 
     def stopped(why: str) -> int:
-        if may_write():
-            write_state(folder, STOPPED if signals.restarting else FAILED, why)
+        record(FAILED, why)
         say(f"error: {why}; logs: {log_folder}")
         return 128 + signals.number
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals = Signals(stopped)
-    command = [environment.train_module, *arguments]
-    shown = [int(rank) for rank in environment.log_ranks.split(",")]
+    # A module without `begin_rank` outlives a launcher that is killed.
+    command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *arguments]
+    shown = environment.shown()
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
     if signals.killed:
         return stopped(signals.why)
@@ -131,18 +110,18 @@ def run(
         # A rank that trains handles the signal.
         if signals.number and failure.status in (None, -signals.passed_on):
             return stopped(signals.why)
-        if may_write():
-            record_failure(failure, folder, began)
+        again = failure.status in AGAIN_THE_SAME
+        status = failure.status if again and failure.status else EXIT_STATUS[FAILED]
+        state = {number: state for state, number in EXIT_STATUS.items()}[status]
+        # Others may have recorded what they saw of the end of a rank that a signal ended.
+        since = math.inf if (failure.status or 0) < 0 else began
+        record(state, str(failure), failure.rank, since)
         say(failure_line(failure, config))
-        return failure.status if failure.status in AGAIN_THE_SAME else EXIT_STATUS[FAILED]
+        return status
     if environment.comm_mode:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
     elif has_first and (summary := read_summary(folder, newer_than=began)) is not None:
         print("\n".join(summary_lines(summary, folder, log_folder)))
-    elif has_first and 0 not in shown:  # rank 0 says that it was stopped
-        state = read_state(folder)
-        if state is not None and state["state"] == STOPPED and is_since(state, began):
-            say(escaped(f"stopped by {state['error']}{how_to_resume(config)}"))
     return EXIT_STATUS[FINISHED]
 
 
@@ -162,15 +141,6 @@ def failure_line(failure: "Failure", config: Any) -> str:
     return escaped(line)
 
 
-def record_failure(failure: "Failure", dump_folder: Path, began: float) -> None:
-    """Record a failure that no rank has recorded since a time."""
-    states = {number: state for state, number in EXIT_STATUS.items()}
-    # Others may have recorded what they saw of the end of a rank that a signal ended.
-    since = math.inf if (failure.status or 0) < 0 else began
-    state = states.get(failure.status or EXIT_STATUS[FAILED], FAILED)
-    write_state(dump_folder, state, str(failure), failure.rank, began=since)
-
-
 def how_to_resume(config: Any) -> str:
     """Return the checkpoint that a killed run can resume from, as the end of a sentence."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
@@ -186,8 +156,9 @@ def main(argv: list[str] | None = None) -> int:
     It is `EXIT_STATUS` of how the run ended, or 128 and the number of the signal that killed it.
     """
     try:
-        placed, config = checked(sys.argv[1:] if argv is None else argv)
-        one_machine = placed.environment.nodes == 1
+        placed = checked(sys.argv[1:] if argv is None else argv)
+        environment, config = placed.environment, placed.config
+        one_machine = environment.nodes == 1
         if one_machine and (done := already_finished(config)):
             print("\n".join(done))
             return EXIT_STATUS[FINISHED]
@@ -195,43 +166,80 @@ def main(argv: list[str] | None = None) -> int:
             print(placed.note, flush=True)
         folder = config.job.dump_folder
         # The launchers of several machines share the folder; then rank 0 locks it.
-        with locked(folder) if one_machine else nullcontext("") as signed:
+        with folder_lock.locked(folder) if one_machine else nullcontext("") as signed:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             try:
                 log_folder.mkdir(parents=True)
             except OSError as error:
                 want = f"a folder in which {log_folder} can be created ({error.strerror})"
                 raise ConfigError("job.dump_folder", folder, want) from error
-            return run(placed.environment, placed.arguments, log_folder, config, signed)
+            return run(environment, placed.arguments, log_folder, config, signed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_STATUS[REFUSED]
+        return EXIT_STATUS[run_state.REFUSED]
 
 
-def checked(argv: list[str]) -> tuple[Placement, Any]:
-    """Return the ranks of a run and its configuration, which can start.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+def checked(argv: list[str]) -> Placement:
+    """Return the ranks of a run that can start, or raise a ConfigError."""
     environment = read_environment()
     placed = place(environment, train_arguments(argv, environment))
-    config = placed.config
-    if placed.environment.comm_mode:
+    placed.environment.shown()
+    if environment.comm_mode:
         # A folder of its own: do not overwrite the real run's curve.
-        placed.arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
-        config = build_job_config(placed.arguments)
-    with holder_named(config.job.dump_folder) if environment.nodes == 1 else nullcontext():
-        check_machines(config, placed.environment, placed.device)
-    return placed, config
+        job = placed.config.job
+        job.dump_folder = str(Path(job.dump_folder) / "dry_run")
+        placed.arguments.append(f"--job.dump_folder={job.dump_folder}")
+    folder = placed.config.job.dump_folder
+    if environment.nodes == 1 and folder_lock.is_held(folder):
+        raise folder_lock.taken(folder)  # what a check would find changes while that job trains
+    check_machines(placed.config, placed.environment, placed.device)
+    return placed
 
 
 def already_finished(config: Any) -> list[str]:
     """Return what to print for a run that has nothing left to do; empty for any other."""
     line = nothing_to_train(config)
     folder = Path(config.job.dump_folder)
-    state, summary = read_state(folder), read_summary(folder, newer_than=0)
+    state, summary = run_state.read_state(folder), read_summary(folder, newer_than=0)
     # A run that was killed after its last step still has to validate.
     if not line or summary is None or state is None or state["state"] != FINISHED:
         return []
     return [line, *summary_lines(summary, folder, folder / "logs")]
+
+
+def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
+    """Return the keys of ``summary.json``; None for one from before a time, of another run."""
+    path = dump_folder / SUMMARY_FILE
+    try:
+        return read_json(path) if path.stat().st_mtime >= newer_than else None
+    except (OSError, ValueError):  # there is none, or it is damaged
+        return None
+
+
+def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) -> list[str]:
+    """Format a summary for the console; what is unknown, or damaged in the file, is a dash."""
+
+    def number(key: str, form: str, unit: str = "") -> str:
+        value = summary.get(key)
+        return format(value, form) + unit if is_number(value) else "-"
+
+    rows = {
+        "steps": number("steps", ".0f"),
+        "train loss": number("train_loss", ".4f", " nats/token"),
+        "validation loss": number("val_loss", ".4f", " nats/token"),
+        "unigram entropy": number("unigram_entropy", ".4f", " nats/token (validation tokens)"),
+        "validation perplexity": number("val_ppl", ".2f"),
+        "tokens/s": number("tokens_per_s", ",.0f", " (all ranks)"),
+        "MFU": number("mfu", ".2f", " %") if summary.get("mfu") is not None else "unknown peak",
+        "peak memory": number("peak_memory_gib", ".2f", " GiB (largest rank)"),
+    }
+    sent, adamw = summary.get("sent_bytes"), summary.get("adamw_bytes")
+    if sent is not None and adamw is not None and is_number(sent) and is_number(adamw):
+        rows["gradients sent"] = (
+            f"{sent / 1e6:.1f} MB per step by formula (AdamW {adamw / 1e6:.1f})"
+        )
+    for key in ("checkpoint", "curve"):
+        rows[key] = str(summary.get(key) or "none")
+    rows |= {"summary": str(dump_folder / SUMMARY_FILE), "logs": str(log_folder)}
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {escaped(value)}" for name, value in rows.items()]

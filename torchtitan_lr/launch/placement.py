@@ -5,6 +5,10 @@
 :data:`DEFAULT_RANKS`, and a machine without GPUs gets that many CPU processes. The shipped debug
 files train the same batches on all of them: `fit` lowers what does not divide the ranks. Other
 configurations are never changed.
+
+``NNODES=4`` waits for four machines. ``NNODES=2:4`` starts with two to four and goes on with fewer
+when one is lost, as long as two are left. ``MAX_RESTARTS`` is how often the ranks of a machine are
+started again after one has failed, from the last complete checkpoint. torchrun counts and restarts.
 """
 
 import math
@@ -13,17 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.environment import Environment, check_log_ranks
+from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.launch.environment import Environment
 
 DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
 """The main job: what the launcher runs without ``CONFIG_FILE``."""
 
-_LOCAL = "training.local_batch_size"
+_LOCAL, _BATCH = "training.local_batch_size", "training.global_batch_size"
 
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
@@ -43,45 +48,35 @@ class Placement:
 
 
 def place(environment: Environment, arguments: list[str]) -> Placement:
-    """Choose the device and the number of a run's ranks, and fit a debug file to them.
-
-    Raises:
-        ConfigError: The configuration cannot be read, or there are fewer GPUs than requested ranks.
-    """
+    """Choose the device and the number of a run's ranks, and fit a debug file to them."""
     config, count, wanted = build_job_config(arguments), accelerator()[1], environment.ranks
     # With several machines nothing is chosen: all of them must start alike.
     free = not (environment.ranks_given or environment.comm_mode or environment.nodes > 1)
     if free and 0 < count < wanted:
         fits = (n for n in range(count, 0, -1) if fit(config, arguments, n) is not None)
-        ranks = next(fits, count)
-        check_log_ranks(environment.log_ranks, ranks)
-        environment = replace(environment, ranks=ranks)
+        environment = replace(environment, ranks=next(fits, count))
     device, ranks = find_device(environment), environment.ranks
     overrides = fit(config, arguments, ranks) if environment.nodes == 1 else []
+    notes = []
+    if overrides or (free and (not count or ranks < wanted)):
+        here = f"{count or 'no'} GPU{'s'[: count > 1]} here: " if free else ""
+        what = f"training on {ranks} rank{'s'[: ranks > 1]}" + (" with " if overrides else "")
+        notes.append(here + what + " ".join(overrides or []))
     if overrides:
         arguments = [*arguments, *overrides]
         config = build_job_config(arguments)
-    notes = []
-    if overrides or (free and (not count or ranks < wanted)):
-        where = f"{_count(count, 'GPU')} here: " if count else "no GPU here: "
-        what = f"training on {_count(ranks, 'rank')}" + (" with " * bool(overrides))
-        notes.append(where * free + what + " ".join(overrides or []))
     if config.grad_compression.codec != "none" and environment.world_size > 1:
         notes.append("each rank compresses its own gradients: losses depend on the number of ranks")
     return Placement(environment, arguments, config, device, "; ".join(notes))
 
 
 def find_device(environment: Environment) -> str:
-    """Return the device type of the ranks; a dry run needs one GPU, whatever ``NGPU`` is.
-
-    Raises:
-        ConfigError: There are GPUs, but fewer than ranks.
-    """
+    """Return the device type of the ranks, which are no more than GPUs where there are any."""
     name, count = accelerator()
-    if count and environment.ranks > count and not environment.comm_mode:
-        hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
-        want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
-        raise ConfigError("NGPU", environment.ranks, want)
+    hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
+    want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
+    fits = not count or environment.ranks <= count or environment.comm_mode  # which needs one
+    require(fits, "NGPU", environment.ranks, want)
     return name
 
 
@@ -104,9 +99,11 @@ def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:
     that the ranks share the sequences of a step.
     """
     layout, training = dict(vars(config.parallelism)), config.training
+    if not _is_debug(config):
+        return None if ranks % least_ranks(layout) else []
     given = {override.key for override in split_arguments(list(arguments))}
     overrides: dict[str, int] = {}
-    for name in _LOWERED if _is_debug(config) else ():
+    for name in _LOWERED:
         key, others = f"parallelism.{name}", least_ranks(layout | {name: 1})
         if key not in given and layout[name] > 1 and ranks % others == 0:
             lowered = math.gcd(layout[name], ranks // others)
@@ -115,11 +112,11 @@ def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:
     if ranks % least_ranks(layout):
         return None
     batch, local = training.global_batch_size, training.local_batch_size
-    apart = least_ranks(layout | dict.fromkeys(_DATA, 1))  # ranks that share their rows
-    if _is_debug(config) and batch > 0 and batch % max(1, local * (ranks // apart)):
-        if batch % (ranks // apart) or _LOCAL in given:
+    apart = ranks // least_ranks(layout | dict.fromkeys(_DATA, 1))  # ranks with rows of their own
+    if batch > 0 and batch % max(1, local * apart):
+        if batch % apart or _LOCAL in given:
             return None
-        overrides[_LOCAL] = math.gcd(local, batch // (ranks // apart))
+        overrides[_LOCAL] = math.gcd(local, batch // apart)
     return [f"--{key}={value}" for key, value in overrides.items()]
 
 
@@ -130,5 +127,32 @@ def _is_debug(config: Any) -> bool:
     return shipped is not None and shipped.resolve() == path.resolve()
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def check_machines(
+    config: Any, environment: Environment, device_type: str, data: Data = "prepare"
+) -> None:
+    """Check the configuration for every number of machines that the run may have.
+
+    The launchers of several machines read no file: rank 0 does, for all (`train.checked_once`).
+    """
+    restarts = environment.max_restarts
+    for key, value in (("enable", True), ("load_only", False), ("load_step", -1)) * bool(restarts):
+        want = f"{str(value).lower()} with MAX_RESTARTS={restarts}: a restart resumes"
+        got = getattr(config.checkpoint, key)
+        require(got == value, f"checkpoint.{key}", got, f"{want} from the newest checkpoint")
+    on_paper = environment.nodes > 1
+    check_job_config(config, environment.world_size, device_type, on_paper, data)
+    if environment.min_nodes is None:
+        return
+    text = f"{environment.min_nodes}:{environment.nodes}"
+    batch, codec = config.training.global_batch_size, config.grad_compression.codec
+    want = f"a number with NNODES={text}: -1 depends on the machines"
+    require(batch != -1, _BATCH, -1, want)
+    # Only the number of ranks that saved residuals can load them.
+    want = f"none with NNODES={text}, as residuals belong to ranks"
+    require(codec == "none", "grad_compression.codec", codec, want)
+    for nodes in range(environment.nodes - 1, environment.min_nodes - 1, -1):
+        try:
+            check_job_config(config, environment.ranks * nodes, device_type, on_paper)
+        except ConfigError as error:
+            want = f"only numbers of machines that fit; {nodes} of {environment.ranks} ranks: "
+            raise ConfigError("NNODES", text, f"{want}{error}") from error

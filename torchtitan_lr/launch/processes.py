@@ -9,19 +9,16 @@ calls `begin_rank` is orphaned: the kernel kills it when the launcher ends.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchtitan_lr.compat.interpreter import end_with, run_exit_functions
 
 if TYPE_CHECKING:  # it imports torch
     from torchtitan_lr.compat.elastic import Agent
-
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 SAME_SIGNAL_SECONDS = 1.0
 """Time in which a second signal is the first one once more."""
@@ -33,9 +30,8 @@ LAUNCHER_VARIABLE = "TORCHTITAN_LR_LAUNCHER"
 class Signals:
     """Passes the launcher's signals on to its ranks.
 
-    A thread does it: the main one may wait for other machines, where Python runs no handler. The
-    first SIGTERM, SIGINT or SIGHUP (as SIGTERM) goes to all ranks that run: those that train end
-    their step and save, and those that have not begun end at once. A second signal kills, unless it
+    The first SIGTERM, SIGINT or SIGHUP (as SIGTERM) goes to all ranks: those that train end their
+    step and save, and those that have not begun end at once. A second signal kills, unless it
     follows within a second: ``timeout`` signals a process and then its whole group. SIGUSR1 is a
     scheduler's notice: it acts like SIGTERM as the first signal, and after another one, or
     repeated, it changes nothing.
@@ -53,77 +49,43 @@ class Signals:
         self.agent: Agent | None = None
         self.number, self.killed = 0, False
         self._tell_end, self._when = end, 0.0
-        self._lock, self._told = threading.Lock(), list[int]()
-        received, writer = os.pipe()
-        os.set_blocking(writer, False)
-        # Before the handlers: from now on no signal is lost.
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _PASSED_ON:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             # Keep signals ignored that ``nohup`` or ``cmd &`` set to be ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._listen, args=(received,), daemon=True).start()
-
-    def watch(self, agent: "Agent") -> None:
-        """Pass signals on to the ranks that an agent starts."""
-        self.agent, agent.started = agent, self._pass_on
-
-    @property
-    def name(self) -> str:
-        """Name of the first signal received."""
-        return signal.Signals(self.number).name
-
-    @property
-    def restarting(self) -> bool:
-        """Whether the ranks have started before, and do not train again yet."""
-        starts, meeting = (self.agent.starts, self.agent.meeting) if self.agent else (0, True)
-        return not self.killed and starts > (not meeting)
+                signal.signal(number, self._receive)
 
     @property
     def why(self) -> str:
         """Why a run ends that does not train; in a line."""
-        if self.killed:
-            return f"killed by {self.name}"
-        return f"stopped before training began{' again' * self.restarting} by {self.name}"
+        name = signal.Signals(self.number).name
+        return f"killed by {name}" if self.killed else f"stopped before training began by {name}"
 
     @property
     def passed_on(self) -> int:
         """The signal that the ranks got."""
         return signal.SIGTERM if self.number == signal.SIGHUP else self.number
 
-    def _listen(self, received: int) -> None:
-        while True:
-            number = os.read(received, 1)[0]
-            if number not in _PASSED_ON:
-                continue
-            again = time.monotonic() - self._when > SAME_SIGNAL_SECONDS
-            if not self.number:
-                self._stop(number)
-            elif again and signal.SIGUSR1 not in (number, self.number):
-                self._kill()
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._when > SAME_SIGNAL_SECONDS
+        if not self.number:
+            self._when = time.monotonic()
+            self._stop(number)
+        elif again and signal.SIGUSR1 not in (number, self.number):
+            self._kill()
 
     def _stop(self, number: int) -> None:
-        self.number, self._when = number, time.monotonic()
-        if self.agent is not None:
-            self.agent.restarts = False
-        if self.agent is None or self.agent.meeting:  # no rank runs
+        self.number = number
+        if self.agent is None or self.agent.meeting:  # no rank trains
             self._end()
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Pass the first signal on, if there is one, to the ranks that have not got it yet."""
-        with self._lock:  # the main thread calls it too, once it has started ranks
-            ranks = [rank for rank in self._ranks() if rank.pid not in self._told and self.number]
-            for rank in ranks:
-                rank.send_signal(self.passed_on)
-            self._told += [rank.pid for rank in ranks]
-        if ranks:
-            line = "training ends its step, saves and stops; again, it is killed"
-            say(f"{self.name}: {line}")
+        self.agent.restarts = False
+        for rank in self.agent.living():
+            rank.send_signal(self.passed_on)
+        line = "training ends its step, saves and stops; again, it is killed"
+        say(f"{signal.Signals(number).name}: {line}")
 
     def _kill(self) -> None:
         self.killed = True
-        ranks = self._ranks()
+        ranks = [] if self.agent is None else self.agent.living()
         for rank in ranks:  # each is the leader of its own session
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -133,16 +95,13 @@ class Signals:
     def _end(self) -> NoReturn:
         try:
             self._tell_end(self.why)
-        finally:  # whatever fails there: without this thread no signal ends the process
+        finally:  # whatever fails there
             exit_without_teardown(128 + self.number)
-
-    def _ranks(self) -> list[subprocess.Popen[bytes]]:
-        return [] if self.agent is None else self.agent.living()
 
 
 def say(line: str) -> None:
     """Print a line to stderr; not if its terminal has hung up, or the reader of its pipe ended."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # a signal came while a line was printed
         print(line, file=sys.stderr, flush=True)
 
 

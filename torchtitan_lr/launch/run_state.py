@@ -8,18 +8,15 @@ folder was killed without any chance to write.
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.config.files import open_regular, read_json
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.folder_lock import LOCK_FILE, taken
+from torchtitan_lr.config.files import read_json
 
 STATE_FILE = "run_state.json"
 
@@ -60,15 +57,9 @@ def write_state(
 
 def has_ended(record: Mapping[str, Any], began: float) -> bool:
     """Return whether a record tells the end of a run for a start that began at a time."""
-    if record["state"] in ENDS:
-        return True
-    return record["state"] in FAILURES and is_since(record, began)
-
-
-def is_since(record: Mapping[str, Any], began: float) -> bool:
-    """Return whether a record is of a start that began at a time."""
     when = record.get("time")
-    return isinstance(when, int | float) and when >= began
+    is_since = isinstance(when, int | float) and when >= began
+    return record["state"] in ENDS or (record["state"] in FAILURES and is_since)
 
 
 def read_state(dump_folder: str | Path) -> dict[str, Any] | None:
@@ -78,33 +69,3 @@ def read_state(dump_folder: str | Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record.get("state"), str) else None
-
-
-@contextlib.contextmanager
-def holder_named(dump_folder: str) -> Iterator[None]:
-    """Name the job that uses a folder where a start in it is refused.
-
-    What a check finds there changes while that job trains.
-
-    Raises:
-        ConfigError: The start is refused.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        if is_held(dump_folder):
-            raise taken(dump_folder) from error
-        raise
-
-
-def is_held(dump_folder: str | Path) -> bool:
-    """Return whether a process holds the folder's ``run.lock``."""
-    try:
-        with open_regular(Path(dump_folder) / LOCK_FILE) as file:
-            # Released at the end of the block. A run that starts in this moment tries twice.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

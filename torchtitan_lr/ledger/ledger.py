@@ -9,17 +9,18 @@ all-reduce or reduce-scatter, the output of an all-gather. Bytes are of one rank
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from torchtitan_lr.compat import process_groups
+from torchtitan_lr.compat import dispatch, process_groups
 from torchtitan_lr.compat.dispatch import TorchDispatchMode, schema_of, tree_leaves
-from torchtitan_lr.ledger.products import Overlap
 from torchtitan_lr.ledger.scopes import STEP, ScopeTracker
 from torchtitan_lr.parallel.stages import boundary_of
 
@@ -77,7 +78,7 @@ class CommLedger(TorchDispatchMode):
         self._context = groups["cp"].group_name if "cp" in groups else None
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
-        self._overlap = Overlap()
+        self._overlap = _Overlap()
 
     def __enter__(self) -> "CommLedger":
         self._tracker = ScopeTracker(self._model_parts, self._optimizers)
@@ -107,15 +108,6 @@ class CommLedger(TorchDispatchMode):
         self._calls[entry] += 1
         self._elements[entry] += call.elements
         result = func(*args, **kwargs)
-        # FSDP2 waits for a unit's reduce-scatter before the next one, and for all at the end of
-        # backward.
-        next_unit = (entry.op, entry.mesh_dim) if entry.op == "reduce_scatter" else None
-        self._overlap.end(
-            lambda run: (
-                run.key.pass_ == "backward"
-                and (entry.pass_ == "forward" or (run.key.op, run.key.mesh_dim) == next_unit)
-            )
-        )
         self._overlap.start(entry, result, call.results)
         return result
 
@@ -137,7 +129,7 @@ class CommLedger(TorchDispatchMode):
         """Reset all counts."""
         self._calls.clear()
         self._elements.clear()
-        self._overlap = Overlap()
+        self._overlap = _Overlap()
 
     def rows(self, split_recompute: bool = False) -> list[dict[str, Any]]:
         """Return the counts.
@@ -200,7 +192,7 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
     has_results = False
     elements = 0
     for key, value in named.items():
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        tensors = _tensors(value)
         payload = payload or tensors
         elements = max(elements, sum(x.numel() for x in tensors))
         if key.startswith("out"):
@@ -215,3 +207,108 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
     return Collective(
         op, process_groups.group_name_of(group), payload[0].dtype, elements, tuple(results)
     )
+
+
+class _Running(NamedTuple):
+    """A started collective, and what it writes."""
+
+    entry: Entry
+    before: int  # FLOPs issued before it
+    has_wait: bool  # whether an operator waits for it, as for a functional collective
+    storage: StorageWeakRef  # while it exists, no other storage gets the address
+    address: int
+    begin: int  # first byte in the storage
+    end: int  # byte behind the last
+
+    @classmethod
+    def of(cls, entry: Entry, before: int, has_wait: bool, x: Tensor) -> "_Running":
+        """Return a collective that writes a tensor."""
+        storage = x.untyped_storage()
+        place = StorageWeakRef(storage), dispatch.storage_address(storage), *_span(x)
+        return cls(entry, before, has_wait, *place)
+
+    def is_read(self, x: Tensor) -> bool:
+        """Return whether a tensor has bytes of the result."""
+        if dispatch.storage_address(x) != self.address:
+            return False
+        begin, end = _span(x)
+        return self.begin < end and begin < self.end
+
+
+@dataclass
+class _Overlap:
+    """Counts the FLOPs of products that a rank issues between start and wait of collectives.
+
+    Without any the device waits. A functional collective has an operator that waits, a ``c10d`` one
+    ends where an operator reads its result, FSDP2's reduce-scatter where the next one starts or
+    backward ends. What runs behind that on FSDP2's streams is no read: a cast of its result, which
+    then is the result, or the end of an exchange of compressed gradients.
+    """
+
+    flops: Counter[Entry] = field(default_factory=Counter)
+    _issued: int = 0
+    _running: list[_Running] = field(default_factory=list)
+
+    def start(self, entry: Entry, result: Any, written: Sequence[Tensor]) -> None:
+        """Record the start of a collective."""
+        # FSDP2 waits for a unit's reduce-scatter before the next one, and for all at the end of
+        # backward.
+        next_unit = entry.op == "reduce_scatter"
+        for running in self._unread():
+            same = running.entry.op == entry.op and running.entry.mesh_dim == entry.mesh_dim
+            waits = entry.pass_ == "forward" or (next_unit and same)
+            if running.entry.pass_ == "backward" and waits:
+                self._end(running)
+        has_wait = isinstance(result, Tensor)
+        # Several tensors arrive together: the first to be read ends the collective.
+        results = [result] if has_wait else written
+        if results:
+            self._running.append(_Running.of(entry, self._issued, has_wait, results[0]))
+
+    def observe(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, reducing: bool
+    ) -> None:
+        """Record an operator that is no collective; ``reducing`` is what FSDP2 runs behind one."""
+        packet = getattr(func, "overloadpacket", None)
+        if packet is process_groups.functional.wait_tensor:
+            address = dispatch.storage_address(args[0])
+            for running in self._running.copy():
+                if running.has_wait and running.address == address:
+                    self._end(running)
+            return
+        unread = self._unread()
+        if unread and not reducing:
+            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+            made = {dispatch.storage_address(x) for x in outputs}
+            read = {dispatch.storage_address(x) for x in inputs}
+            # A view reads nothing.
+            if not made or not made <= read or dispatch.changes_arguments(func):
+                for running in unread:
+                    if any(map(running.is_read, inputs)):
+                        self._end(running)
+        elif unread and packet is dispatch.CAST:
+            address = dispatch.storage_address(args[0])
+            for i, running in enumerate(self._running):
+                if running.address == address:
+                    self._running[i] = _Running.of(running.entry, running.before, False, result)
+        self._issued += dispatch.product_flops(packet, args, kwargs, result)
+
+    def _unread(self) -> list[_Running]:
+        """Return the ``c10d`` collectives that nothing has waited for."""
+        self._running = [each for each in self._running if not each.storage.expired()]
+        return [running for running in self._running if not running.has_wait]
+
+    def _end(self, running: _Running) -> None:
+        self._running.remove(running)
+        self.flops[running.entry] += self._issued - running.before
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    begin = int(x.storage_offset())
+    length = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    return begin * x.element_size(), (begin + length * (x.numel() > 0)) * x.element_size()

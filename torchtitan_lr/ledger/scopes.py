@@ -8,7 +8,7 @@ FSDP2 prefetches weights, so its calls are attributed to the parameters' owner.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class ScopeTracker:
         self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()
     ) -> None:
         self.hooks = ExitStack()
+        keep = self.hooks.enter_context  # a handle, which is removed at the end
         self._in_optimizer = False
         self.reducing = False
         self._stack: list[str] = []
@@ -44,7 +45,7 @@ class ScopeTracker:
         for part in model_parts:
             # The root before its children: the loss is between the end of the root's forward and
             # its backward. The root's own parameter is the final norm's.
-            self.hooks.callback(part.register_forward_hook(self._end_model).remove)
+            keep(part.register_forward_hook(self._end_model))
             self._own_unit(part, "head")
             self._follow("embedding", getattr(part, "tok_embeddings", None))
             for name, block in part.get_submodule("layers").named_children():
@@ -52,7 +53,8 @@ class ScopeTracker:
             self._follow("head", getattr(part, "output", None))
 
         for optimizer in optimizers:
-            self._follow_steps(optimizer)
+            keep(optimizer.register_step_pre_hook(lambda *_: self._step(True)))
+            keep(optimizer.register_step_post_hook(lambda *_: self._step(False)))
 
     @property
     def in_unit(self) -> bool:
@@ -75,23 +77,16 @@ class ScopeTracker:
             return self._owner or self._stack[-1], "forward", False
         return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
 
+    def _step(self, runs: bool) -> None:
+        self._in_optimizer = runs
+
     def _end_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._in_loss = True
         self._model_ends.append(autograd.next_node_number())
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
-                self.hooks.callback(leave.remove)
-
-    def _follow_steps(self, optimizer: Optimizer) -> None:
-        def enter(*_: Any) -> None:
-            self._in_optimizer = True
-
-        def leave(*_: Any) -> None:
-            self._in_optimizer = False
-
-        self.hooks.callback(optimizer.register_step_pre_hook(enter).remove)
-        self.hooks.callback(optimizer.register_step_post_hook(leave).remove)
+                self.hooks.enter_context(leave)
 
     def _follow(self, scope: str, module: nn.Module | None) -> None:
         if module is None:
@@ -108,29 +103,30 @@ class ScopeTracker:
             self._ranges.append((starts.pop(), autograd.next_node_number(), scope))
 
         # Before FSDP's hook, which creates the node that reduces the gradients.
-        handle = module.register_forward_pre_hook(before, prepend=True)
-        self.hooks.callback(handle.remove)
-        self.hooks.callback(module.register_forward_hook(after).remove)
+        keep = self.hooks.enter_context
+        keep(module.register_forward_pre_hook(before, prepend=True))
+        keep(module.register_forward_hook(after))
         self._own_unit(module, scope)
-
-        def recompute(change: int, *_: Any) -> None:
-            # The first forward pass runs the inner module too.
-            self._recomputing += change * (autograd.backward_number() is not None)
-
-        begin, end = partial(recompute, 1), partial(recompute, -1)
         for inner in autograd.checkpointed_modules(module):
-            self.hooks.callback(inner.register_forward_pre_hook(begin).remove)
+            keep(inner.register_forward_pre_hook(lambda *_: self._recompute(1)))
             # Recomputation may stop early with an exception.
-            self.hooks.callback(inner.register_forward_hook(end, always_call=True).remove)
+            keep(inner.register_forward_hook(lambda *_: self._recompute(-1), always_call=True))
+
+    def _recompute(self, change: int) -> None:
+        # The first forward pass runs the inner module too.
+        self._recomputing += change * (autograd.backward_number() is not None)
 
     def _own_unit(self, module: nn.Module, scope: str) -> None:
-        def owned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            outer = self._owner, self.reducing
-            self._owner, self.reducing = scope, original.__name__ == "post_backward"
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._owner, self.reducing = outer
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def owned(*args: Any, **kwargs: Any) -> Any:
+                outer = self._owner, self.reducing
+                self._owner, self.reducing = scope, original.__name__ == "post_backward"
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._owner, self.reducing = outer
 
-        wrap = lambda original: wraps(original)(partial(owned, original))  # noqa: E731
+            return owned
+
         self.hooks.callback(wrap_unit_calls(module, wrap))

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from torchtitan_lr.config.schema import ITS_MODULE, vocabulary_rows
-from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.errors import one_of, require
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
 from torchtitan_lr.titan.specs import RoPEScalingArgs
@@ -71,8 +71,7 @@ class LlamaArgs(BaseModelArgs):
 
     def check(self) -> None:
         """Check every value alone and against the others (ConfigError), and derive what follows."""
-        self._check_choices()
-        self._check_numbers()
+        self._check_values()
         # No fields, since they follow from the fields, and files hold those alone.
         self.low_rank = self.model_family.low_rank
         self.head_dim = self.dim // self.n_heads
@@ -90,21 +89,35 @@ class LlamaArgs(BaseModelArgs):
             self._check_rank(group, f"low_rank.rank_{group}", getattr(self, f"rank_{group}"))
         self._check_lanes()
 
-    def _check_choices(self) -> None:
+    def _check_values(self) -> None:
         for key, value, choices in (
             ("low_rank.activation", self.activation, get_args(Activation)),
             ("low_rank.lax_gate", self.lax_gate, get_args(LaxGate)),
             ("caat.backward_sum", self.backward_sum, get_args(BackwardSum)),
         ):
-            if value not in choices:
-                raise ConfigError(key, value, one_of(choices, value))
-        if self.family not in tuple(FAMILIES):
-            want = f"{one_of(FAMILIES, self.family)}, or {ITS_MODULE}"
-            raise ConfigError("model.name", self.family, want)
+            require(value in choices, key, value, one_of(choices, value))
+        want = f"{one_of(FAMILIES, self.family)}, or {ITS_MODULE}"
+        require(self.family in tuple(FAMILIES), "model.name", self.family, want)
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+        values = {f"model.{name}": getattr(self, name) for name in sizes}
+        values["training.seq_len"] = self.max_seq_len
+        # Bytes of a product of two fit in 64 bits, and the rotary table has gigabytes.
+        want = f"a positive integer of at most {_LARGEST:,}"
+        for key, value in values.items():
+            fits = type(value) is int and 0 < value <= _LARGEST
+            require(fits or (key, value) == ("model.n_kv_heads", None), key, value, want)
+        scaling = {} if self.rope_scaling is None else vars(self.rope_scaling)
+        numbers = {"norm_eps": self.norm_eps, "rope_theta": self.rope_theta} | scaling
+        for name, value in numbers.items():
+            fits = type(value) in (int, float) and 0 <= value < math.inf
+            require(fits, f"model.{name}", value, "a finite number of at least 0")
+        # The rotary table divides by its powers.
+        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "a positive number")
 
     def _check_lanes(self) -> None:
         lanes, fraction = self.lanes, self.sync_fraction
-        require(lanes >= 1, "caat.lanes", lanes, "1 (an ordinary model) or more streams")
+        want = "1 (an ordinary model) or more streams"
+        require(type(lanes) is int and lanes >= 1, "caat.lanes", lanes, want)
         require(0 <= fraction <= 1, "caat.sync_fraction", fraction, "a number from 0 to 1")
         want = "1 unless caat.lanes is more than 1"
         require(lanes > 1 or fraction == 1, "caat.sync_fraction", fraction, want)
@@ -112,30 +125,6 @@ class LlamaArgs(BaseModelArgs):
         for name, width in (widths | {"vocab_size": self.vocab_size}).items():
             want = f"a divisor of the model's {name} = {width}"
             require(width % lanes == 0, "caat.lanes", lanes, want)
-
-    def _check_numbers(self) -> None:
-        integers = ("n_layers", "n_heads", "dim", "ffn_dim", "vocab_size", "max_seq_len", "lanes")
-        for name in (*integers, "n_kv_heads", "rank_attention", "rank_ffn", "init_seed"):
-            value = getattr(self, name)
-            if name != "n_kv_heads" or value is not None:
-                require(type(value) is int, f"model.{name}", value, "an integer")
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
-            value = getattr(self, name)
-            # Bytes of a product of two fit in 64 bits.
-            want = f"a positive integer of at most {_LARGEST:,}"
-            require(value is None or 0 < value <= _LARGEST, f"model.{name}", value, want)
-        require(self.max_seq_len > 0, "training.seq_len", self.max_seq_len, "a positive integer")
-        scaling = {} if self.rope_scaling is None else vars(self.rope_scaling)
-        numbers = {"model.norm_eps": self.norm_eps, "model.rope_theta": self.rope_theta}
-        numbers |= {"caat.sync_fraction": self.sync_fraction}
-        numbers |= {f"model.{name}": value for name, value in scaling.items()}
-        for key, value in numbers.items():
-            fits = type(value) in (int, float) and 0 <= value < math.inf
-            require(fits, key, value, "a finite number of at least 0")
-        # The rotary table divides by its powers.
-        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "a positive number")
-        want = f"at most {_LARGEST}, for which the rotary table has gigabytes"
-        require(self.max_seq_len <= _LARGEST, "training.seq_len", self.max_seq_len, want)
 
     def __post_init__(self) -> None:
         self.check()
@@ -160,8 +149,8 @@ class LlamaArgs(BaseModelArgs):
             self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
             self.backward_sum = lanes.backward_sum
         wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
-        if wanted < 0:
-            raise ConfigError("model.vocab_size", wanted, "0 (the flavor's) or a positive integer")
+        want = "0 (the flavor's) or a positive integer"
+        require(wanted >= 0, "model.vocab_size", wanted, want)
         if wanted:
             sections = getattr(job_config, "parallelism", None)
             degree = getattr(sections, "tensor_parallel_degree", 1)
@@ -185,6 +174,5 @@ class LlamaArgs(BaseModelArgs):
         # Narrow k and v do not count: grouped queries make them narrower than q and o, and CoLA's
         # r = d/4 can exceed their width. With σ in the bottleneck such a rank has a meaning.
         largest = self.dim if group == "attention" else min(self.dim, self.ffn_dim)
-        if not 0 < rank <= largest:
-            want = f"a rank from 1 to {largest}, the smallest side of these projections"
-            raise ConfigError(key, rank, want)
+        want = f"a rank from 1 to {largest}, the smallest side of these projections"
+        require(type(rank) is int and 0 < rank <= largest, key, rank, want)

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The two ends of the model: the embedding, and the final norm with the head and its loss.
-
-`TokenEmbedding` and `OutputProjection` own the weights and call a module without parameters:
-`Embed` and `Head` here, on several ranks a plan's edges.
+"""The loss, of the head's input and weight or of logits.
 
 A head's loss is computed a chunk of tokens at a time, and the gradients of the head's input and
 weight while the chunk's logits exist: no product is computed twice, and the logits never exist
@@ -16,75 +13,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.collectives import Ranks, all_gather, local, reduce
+from torchtitan_lr.collectives import Ranks, all_gather, reduce
 from torchtitan_lr.compat.autograd import backward_may_repeat
-from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.numerics import scale_
-from torchtitan_lr.titan import IGNORE_INDEX, logger
-from torchtitan_lr.titan.base import JobConfig, LossFunction
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import LossFunction
 
 CHUNKS = 8  # of a batch, within these limits:
 SMALLEST_CHUNK = 512  # tokens: thinner products are slow
 LARGEST_CHUNK = 4096  # tokens: wider products gain nothing
 
-
-class Embed(nn.Module):
-    """The look-up of tokens, in all features or in this rank's: nothing is sent."""
-
-    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1); returns (b, s, d/T), Shard(-1)."""
-        return F.embedding(tokens, local(embedding.weight))
-
-
 Errors = Callable[[Tensor, Tensor, Tensor], Tensor]  # `errors_in_place`
-
-
-class Head(nn.Module):
-    """The final norm, then the logits or the loss."""
-
-    # Compiled, for a loss in half precision; None computes the same in passes of their own.
-    errors: Errors | None = None
-
-    def forward(
-        self, x: Tensor, norm: nn.Module, output: nn.Linear, targets: Tensor | None = None
-    ) -> Tensor:
-        """Return logits (b, s, V) of x (b, s, d), or with targets (b, s) the loss."""
-        # With lanes x is (b, s, G, d), and each lane scores its part of the vocabulary.
-        x = norm(x)
-        if targets is not None:
-            return linear_loss(x, output.weight, targets, errors=self.errors)
-        return lane_linear(x, output.weight) if x.ndim == 4 else F.linear(x, output.weight)
-
-
-class TokenEmbedding(nn.Embedding):
-    """Token embedding whose look-up is a module that a plan may replace."""
-
-    # A child of this module, not of the model: a pipeline split keeps both on one stage, and FSDP's
-    # hooks run before the look-up.
-    embed: nn.Module
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Embed tokens (b, s) as (b, s, d); with lanes at full rank as (b, s, G, d)."""
-        out: Tensor = self.embed(input, self)
-        return out
-
-
-class OutputProjection(nn.Linear):
-    """Output projection that applies the final norm too, by a module that a plan may replace."""
-
-    head: nn.Module
-
-    def forward(  # type: ignore[override]
-        self, input: Tensor, norm: nn.RMSNorm, targets: Tensor | None = None
-    ) -> Tensor:
-        """Turn the residual stream (b, s, d) into logits (b, s, V) or a loss, see `Head`."""
-        # A call of this module for the loss too, so that FSDP has gathered the weight.
-        out: Tensor = self.head(input, norm, self, targets)
-        return out
 
 
 def chunk_tokens(tokens: int, dim: int) -> int:
@@ -126,16 +68,16 @@ class _LinearLoss(torch.autograd.Function):
         tokens = x.shape[0]
         size = chunk_tokens(tokens, x.shape[-1])
         # With no more tokens than features the logits are smaller than the weight's gradient. One
-        # chunk then keeps its logits' gradient for backward instead.
+        # chunk then keeps its errors (p less one-hot rows) for backward instead.
         ctx.whole = size == tokens
-        now = wanted and not ctx.whole
+        compute = torch.promote_types(x.dtype, torch.float32)
         # The chunks use this memory in turn.
         logits = x.new_empty(size, weight.shape[0])
-        compute = torch.promote_types(x.dtype, torch.float32)
         p = logits if x.dtype == compute else logits.to(compute)
-        dx = torch.empty_like(x) if now else None
-        dweight = torch.empty_like(weight, dtype=compute) if now else None
+        fused = compiled if ranks is None and p.dtype != logits.dtype else None
         loss = p.new_zeros(())
+        if wanted and not ctx.whole:
+            dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=compute)
         for start in range(0, tokens, size):
             part = slice(start, start + size)
             counts = targets[part] != IGNORE_INDEX
@@ -143,18 +85,25 @@ class _LinearLoss(torch.autograd.Function):
             # Without its input, a token that does not count adds nothing to the weight's gradient.
             # A product would let an inf or a NaN there through.
             counted = torch.where(valid, x[part], 0)
-            memory = logits[: counted.shape[0]], p[: counted.shape[0]]
-            own, errors = _chunk_loss(
-                counted, weight, targets[part], counts, *memory, ranks, wanted, compiled
-            )
-            loss += own
-            if dx is not None and dweight is not None:
+            errors = logits[: counted.shape[0]]
+            _write_logits(counted, weight, errors)
+            place, here = targets[part], counts
+            if ranks is not None:  # the targets in this rank's part of the vocabulary
+                place = place - ranks.rank * weight.shape[0]
+                here = counts & (place >= 0) & (place < weight.shape[0])
+            place = torch.where(here, place, 0)[:, None]
+            if fused is not None:
+                log_p = fused(errors, place, here)
+            else:
+                log_p = errors_in_passes(errors, place, here, p[: len(errors)], ranks, wanted)
+            loss -= torch.where(here, log_p, 0).sum()
+            if wanted and not ctx.whole:
                 _add_gradients(errors, counted, weight, dx[part], dweight, first=start == 0)
                 dx[part] *= valid
-        if dx is not None and dweight is not None:
-            ctx.save_for_backward(dx, dweight.to(weight.dtype))
-        elif wanted:
+        if wanted and ctx.whole:
             ctx.save_for_backward(errors, counted, weight, valid)
+        elif wanted:
+            ctx.save_for_backward(dx, dweight.to(weight.dtype))
         return loss if ranks is None else reduce(loss, ranks)
 
     @staticmethod
@@ -176,33 +125,26 @@ class _LinearLoss(torch.autograd.Function):
         return dx, dweight, None, None, None, None
 
 
-def _chunk_loss(
-    x: Tensor,  # (n, g, d)
-    weight: Tensor,  # (V/T, d)
-    targets: Tensor,  # (n,)
-    counts: Tensor,  # whether each label counts (n,)
-    logits: Tensor,  # memory (n, V/T), of the dtype of x
-    p: Tensor,  # the same in at least fp32; the same tensor if x is
-    ranks: Ranks | None,  # that share the vocabulary
-    wanted: bool,
-    errors: Errors | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log p(target) of n tokens, and p less one-hot rows (n, V/T) if wanted."""
-    # The second result is in the memory of ``logits``. The logits become probabilities in one pass,
-    # and log p is computed for the targets alone.
+def _write_logits(x: Tensor, weight: Tensor, logits: Tensor) -> None:
+    """Write x (n, g, d) · Wᵀ, lane by lane, into logits (n, V/T)."""
     lanes = x.shape[1]
     columns = logits.chunk(lanes, 1)
     for lane, rows in enumerate(weight.chunk(lanes)):
         torch.mm(x[:, lane], rows.t(), out=columns[lane])
-    place, here = targets, counts
-    if ranks is not None:  # the targets in this rank's part of the vocabulary
-        place = targets - ranks.rank * weight.shape[0]
-        here = counts & (place >= 0) & (place < logits.shape[1])
-    place = torch.where(here, place, 0)[:, None]
+
+
+def errors_in_passes(
+    logits: Tensor,  # (n, V/T)
+    place: Tensor,  # columns of the targets (n, 1)
+    here: Tensor,  # whether the target counts, and is in this rank's part of the vocabulary (n,)
+    p: Tensor,  # memory like the logits, in at least fp32; the same tensor if they are
+    ranks: Ranks | None,  # that share the vocabulary
+    wanted: bool,  # the errors
+) -> Tensor:
+    """Turn logits into p less one-hot rows, if wanted; return log p (n,) of the targets."""
+    # The logits become probabilities in one pass, and log p is computed for the targets alone.
     of_target = logits.gather(1, place)[:, 0].to(p.dtype)
     largest = logits.amax(1).to(p.dtype)
-    if errors is not None and ranks is None and p.dtype != logits.dtype:
-        return -torch.where(here, errors(logits, place, here), 0).sum(), logits
     if p.dtype != logits.dtype:
         p.copy_(logits)  # softmax with a dtype would cast into memory of its own
     torch.softmax(p, 1, out=p)
@@ -214,17 +156,15 @@ def _chunk_loss(
         part = own - all_gather([own[None]], ranks, 0)[0].logsumexp(0)
         p *= part.exp()[:, None]
         log_p += part
-    loss = -torch.where(here, log_p, 0).sum()
     if wanted:
         p.scatter_add_(1, place, -here.to(p.dtype)[:, None])
         if p.dtype != logits.dtype:
             logits.copy_(p)
-    return loss, logits
+    return log_p
 
 
 def errors_in_place(logits: Tensor, place: Tensor, here: Tensor) -> Tensor:
-    """Turn logits (n, V) of half precision into p less one-hot rows; return log p (n,) in fp32."""
-    # ``place`` (n, 1) has the targets, ``here`` (n,) whether each counts.
+    """Do the same with logits (n, V) of half precision, in operators that torch can fuse."""
     wide = logits.float()
     of_target = wide.gather(1, place)[:, 0]
     largest = wide.amax(1, keepdim=True)
@@ -253,16 +193,15 @@ def _add_gradients(
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of ``-log p(label)`` over the valid tokens of a batch, in nats, a scalar."""
-    # The logits (b, s, V) are a plain tensor, or a DTensor Shard(-1) in loss-parallel context.
+    # The logits are (b, s, V).
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
     compute = torch.promote_types(logits.dtype, torch.float32)
-    loss = F.cross_entropy(
+    return F.cross_entropy(
         logits.flatten(0, 1).to(compute),
         labels.flatten(0, 1),
         reduction="sum",
         ignore_index=IGNORE_INDEX,
     )
-    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def summed_loss(output: Tensor, labels: Tensor) -> Tensor:
@@ -270,16 +209,6 @@ def summed_loss(output: Tensor, labels: Tensor) -> Tensor:
     return output if output.ndim == 0 else cross_entropy_sum(output, labels)
 
 
-def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
-    """Build the loss: `summed_loss`, or its compiled form for a model that returns logits."""
-    compiled = job_config.compile.enable and "loss" in job_config.compile.components
-    if compiled and not head_computes_loss(job_config):
-        logger.info("Compiling the loss function with torch.compile")
-        return torch.compile(cross_entropy_sum, backend=job_config.compile.backend)
+def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
+    """Return `summed_loss`, of a model that has computed its loss when it is given the targets."""
     return summed_loss
-
-
-def head_computes_loss(job_config: JobConfig) -> bool:
-    """Return whether the model's output, given the targets, is the loss."""
-    section = job_config.parallelism
-    return not (section.disable_loss_parallel and section.tensor_parallel_degree > 1)

@@ -11,13 +11,14 @@ A is (r, d_in), B is (d_out, r). Where σ acts is a setting, ``low_rank.activati
 is not unique. No linear map equals cola or lax. Nothing here depends on ranks or on training.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.linears import LowRankLinear, Mix
+from torchtitan_lr.models.linears import LowRankLinear
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
@@ -64,11 +65,10 @@ class ModelFamily:
             return nn.Linear(d_in, d_out, bias=False)
         return LowRankLinear(d_in, d_out, rank, args.learns_gates and not first_block)
 
-    def build_mix(self) -> nn.Module | None:
-        """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one."""
-        # Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
-        # without carried latents the module must therefore act on each element by itself.
-        return Mix() if self.carries_latents else None
+    def act(self, latents: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Act on the latents (b, s, r) of a group, after LaX's additions and in front of σ."""
+        # Plans may hold a latent in shards along r: each element is changed by itself.
+        return latents
 
     def check(self, args: "LlamaArgs") -> None:
         """Refuse arguments that the family cannot have, by a ConfigError."""
@@ -78,7 +78,7 @@ class ModelFamily:
             raise ConfigError("low_rank.activation", args.activation, want)
         if args.lanes > 1 and not self.lanes:
             others = " or ".join(family.model_name for family in FAMILIES.values() if family.lanes)
-            want = f"1 for {self.model_name}: only {others} has lanes (svd and cola until 8020035a)"
+            want = f"1 for {self.model_name}: only {others} has lanes"
             raise ConfigError("caat.lanes", args.lanes, want)
 
     def check_overrides(self, section: Any) -> None:

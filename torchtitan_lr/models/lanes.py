@@ -9,18 +9,22 @@ before the residual addition is a_i; the *partial reduction* P replaces it by
 (CAAT-Net, equations 8 and 12). P is its own adjoint (section 4 and appendix B). The norms' weights
 get gradients of unequal streams, which are summed over the ranks. Lane i owns the i-th part of each
 weight: p = 1 is the model without lanes exactly. One device has all lanes, a rank of
-`parallel.caat` g = G/T. A stream is (b, s, g, d), so that everything that cuts a batch finds it in
-front.
+`parallel.megatron.CAAT` g = G/T. A stream is (b, s, g, d), so that everything that cuts a batch
+finds it in front.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import SINGLE, Ranks, local, reduce
+from torchtitan_lr.collectives import SINGLE, Ranks, reduce
+from torchtitan_lr.models.one_device import Group, OneDevice
+
+if TYPE_CHECKING:
+    from torchtitan_lr.models.args import LlamaArgs
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -112,41 +116,28 @@ def share_channels(x: Tensor, shared: int, wide_sums: bool = True, ranks: Ranks 
     return out
 
 
-class LaneRows(nn.Module):
-    """The norm, and W x of every linear, for a group that starts from the lanes' own streams."""
+class Lanes(OneDevice):
+    """Applies the weights of a model with lanes, which all are on this device."""
 
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Return one output (b, s, d_out) per linear of x (b, s, G, d): the lanes' side by side."""
-        x = x if norm is None else norm(x)
-        return [lane_linear(x, linear.weight) for linear in linears]
+    def __init__(self, args: "LlamaArgs") -> None:
+        self.lanes, self.shared = args.lanes, args.shared_channels(args.dim)
+        self.wide_sums = args.backward_sum == "float32"
 
-
-class LaneTerms(nn.Module):
-    """W x of a linear that ends in the lanes' streams, through `share_channels`."""
-
-    def __init__(self, ranks: Ranks, lanes: int, shared: int, wide_sums: bool) -> None:
-        super().__init__()
-        self.ranks, self.lanes = ranks, lanes // ranks.size
-        self.shared, self.wide_sums = shared, wide_sums
-
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Map x (b, s, d_in/T), Shard(-1), by weight (d, d_in/T), Shard(1): (b, s, g, d) each."""
-        terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
-        return [share_channels(term, self.shared, self.wide_sums, self.ranks) for term in terms]
-
-
-class LaneEmbed(nn.Module):
-    """The look-up of tokens; all lanes start with the same vectors."""
-
-    def __init__(self, lanes: int) -> None:
-        super().__init__()
-        self.lanes = lanes
-
-    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d); returns (b, s, G, d)."""
-        x = F.embedding(tokens, embedding.weight)
+    def embed(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d): (b, s, G, d); all lanes start alike."""
+        x = super().embed(tokens, embedding)
         return x.unsqueeze(2).expand(-1, -1, self.lanes, -1)
+
+    def product(
+        self, group: Group, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None
+    ) -> list[Tensor]:
+        """Map the lanes' streams (b, s, G, d) to outputs side by side (b, s, d_out), or back."""
+        if norm is not None:  # the lanes' own streams
+            x = norm(x)
+            return [lane_linear(x, linear.weight) for linear in linears]
+        terms = [lane_terms(x, linear.weight, self.lanes) for linear in linears]
+        return [share_channels(term, self.shared, self.wide_sums) for term in terms]
+
+    def scores(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the scores (b, s, V) of normalized streams (b, s, G, d), each of its own rows."""
+        return lane_linear(x, weight)

@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Low-rank and dense linears on one device, applied group by group.
-
-The linears of a group have one input: q, k, v; o; gate, up; down. A group's module has no
-parameters: it is called with the linears, which the sublayers own. A plan of tensor parallelism
-replaces the modules of a group by its edges (`parallel.edge`), which have the same arguments.
+"""Low-rank linears, and the products of a group of linears with the gradients written out.
 
 A product keeps its input for the gradient of its weight. `gated_linear` keeps σ's or SwiGLU's
 factors alone and recomputes its input in backward: per token, memory falls by r for every
@@ -11,7 +7,7 @@ bottleneck with σ but a block's last, and by 2 f for every SwiGLU. In compiled 
 decides what is kept (`compat.compiler`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchtitan_lr.models.kept import end_recomputation, keep
+from torchtitan_lr.models.recomputation import end_recomputation, keep
 
 
 class LowRankLinear(nn.Module):
@@ -31,168 +27,6 @@ class LowRankLinear(nn.Module):
         self.B = nn.Linear(rank, d_out, bias=False)
         # Shape (1,), because FSDP2 shards along dimension 0 and does not support scalars.
         self.gate = nn.Parameter(self.A.weight.new_ones(1)) if gated else None
-
-
-class LowRankGroup(nn.Module):
-    """B σ(A x + g · carried) of every linear of a group (CoLA, Eq. 3; LaX)."""
-
-    def __init__(
-        self, use_silu: Iterable[bool], down: nn.Module, up: nn.Module, mix: nn.Module | None
-    ) -> None:
-        super().__init__()
-        self.use_silu = list(use_silu)  # by linear whether σ is SiLU, or the identity
-        self.down, self.mix, self.up = down, mix, up
-
-    def forward(
-        self,
-        x: "Tensor | Gated",
-        linears: Sequence[LowRankLinear],
-        norm: nn.Module | None = None,
-        carried: Sequence[Tensor] | None = None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs (b, s, d_out), and latents A x (b, s, r) before the mix."""
-        # The input x is (b, s, d_in); ``carried`` has the latents of the previous block, if any.
-        latents = self.down(x, linears, norm)  # A x: (b, s, r) per linear
-        h = latents
-        if self.mix is not None:
-            h = self.mix(h, carried, linears)  # LaX: + g · the previous block's latents
-        return self.up(h, linears, self.use_silu), latents  # B σ(h): (b, s, d_out) per linear
-
-
-class DenseGroup(nn.Module):
-    """W x of every linear of a full-rank group, by ``product``."""
-
-    def __init__(self, product: nn.Module) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(
-        self,
-        x: Tensor,
-        linears: Sequence[nn.Module],
-        norm: nn.Module | None = None,
-        carried: Sequence[Tensor] | None = None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return one output (b, s, d_out) per linear of x (b, s, d_in), and no latents."""
-        return self.product(x, linears, norm), []
-
-
-class Dense(nn.Module):
-    """The norm, if any, and W x; see `used_width` for ``pads``."""
-
-    def __init__(self, pads: bool | None = False) -> None:
-        super().__init__()
-        self.pads = pads
-
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Return one output (b, s, d_out) per linear of x (b, s, d_in)."""
-        x = x if norm is None else norm(x)
-        weights = [linear.weight for linear in linears]
-        widths = [used_width(w, self.pads) for w in weights]
-        if widths == [w.shape[0] for w in weights] and x.shape[-1] == weights[0].shape[1]:
-            return [linear(x) for linear in linears]
-        whole = Gated(x, None, False)
-        return [gated_linear(whole, w, width) for w, width in zip(weights, widths, strict=True)]
-
-
-class Down(nn.Module):
-    """The norm, if any, and A x."""
-
-    def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Return one latent A x (b, s, r) per linear of x (b, s, d_in)."""
-        x = x if norm is None else norm(x)
-        if not torch.is_grad_enabled():
-            return [linear.A(x) for linear in linears]
-        return down_products(x, [linear.A.weight for linear in linears])
-
-
-class GatedDown(nn.Module):
-    """A (σ(gate) · up) of SwiGLU's factors, which it keeps in the place of their product."""
-
-    def forward(
-        self, x: "Gated", linears: Sequence[LowRankLinear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Return one latent (b, s, r) per linear of the factors (b, s, f)."""
-        if not torch.is_grad_enabled():  # nothing is kept: the kernel of the product is faster
-            product = x.product()
-            return [linear.A(product) for linear in linears]
-        return [gated_linear(x, linear.A.weight) for linear in linears]
-
-
-class Up(nn.Module):
-    """B σ(h); see `used_width` for ``pads``."""
-
-    def __init__(self, keeps_input: bool = False, pads: bool | None = False) -> None:
-        super().__init__()
-        # Whether σ(h) is kept for backward, not h alone, as by the last group of a block: with σ(h)
-        # saved in front of the product, checkpointing does not repeat it.
-        self.keeps_input, self.pads = keeps_input, pads
-
-    def forward(
-        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
-    ) -> list[Tensor]:
-        """Return one output (b, s, d_out) per linear of its latent h (b, s, r), before σ."""
-        if self.keeps_input or not torch.is_grad_enabled():
-            active = activated(latents, use_silu)
-            return [linear.B(h) for h, linear in zip(active, linears, strict=True)]
-        outputs = []
-        for h, linear, silu in zip(latents, linears, use_silu, strict=True):
-            b = linear.B
-            width = used_width(b.weight, self.pads)
-            if silu or width != b.weight.shape[0]:
-                outputs.append(gated_linear(Gated(h, None, silu), b.weight, width))
-            else:
-                outputs.append(b(h))
-        return outputs
-
-
-class Mix(nn.Module):
-    """LaX: add the previous block's latents, projection by projection."""
-
-    def forward(
-        self,
-        latents: Sequence[Tensor],
-        carried: Sequence[Tensor] | None,
-        linears: Sequence[LowRankLinear],
-    ) -> list[Tensor]:
-        """Compute A_i x_i + g · A_(i-1) x_(i-1), (b, s, r) per linear."""
-        return mix(latents, carried, [linear.gate for linear in linears])
-
-
-class Swiglu(nn.Module):
-    """σ(gate) · up, where σ is SiLU or the identity."""
-
-    def __init__(self, silu: bool) -> None:
-        super().__init__()
-        self.silu = silu
-
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Multiply (b, s, f)."""
-        return Gated(gate, up, self.silu).product()
-
-
-class SwigluFactors(Swiglu):
-    """σ(gate) · up for `GatedDown`, which multiplies."""
-
-    def forward(self, gate: Tensor, up: Tensor) -> "Gated":  # type: ignore[override]
-        """Return the factors (b, s, f)."""
-        return Gated(gate, up, self.silu)
-
-
-def mix(
-    latents: Sequence[Tensor], carried: Sequence[Tensor] | None, gates: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """Add g · carried to each latent, with one gate g (1,) per linear; None is g = 1."""
-    if carried is None:
-        return list(latents)
-    mixed = []
-    for h, previous, g in zip(latents, carried, gates, strict=True):
-        mixed.append(h + (previous if g is None else g * previous))
-    return mixed
 
 
 def activated(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor]:
@@ -319,3 +153,18 @@ def down_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate tensors along a dimension; one alone is returned as it is, not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient (b, s, d_in) of the input of linears (d_out_i, d_in) side by side."""
+    # The gradient of the outputs is (b, s, Σ d_out_i). Weights are not concatenated: each sum over
+    # a linear's outputs is added, in turn, in its dtype.
+    sizes = [weight.shape[0] for weight in weights]
+    parts = gradient.flatten(0, 1).split(sizes, dim=-1)
+    total = parts[0] @ weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        if torch.compiler.is_compiling():
+            total = total + part @ weight  # the compiler fuses sums, and copies for an addmm
+        else:
+            torch.addmm(total, part, weight, out=total)
+    return total.unflatten(0, gradient.shape[:2])

@@ -2,33 +2,36 @@
 """The LLaMA model of every family on one device.
 
 This code is independent of ranks and meshes. It takes head counts and hidden widths from the
-tensors, so it also runs on a shard of them: a plan of tensor parallelism replaces the modules that
-apply linears (`models.linears`), and nothing else.
+tensors, so it also runs on a shard of them: a plan of tensor parallelism changes how weights are
+applied (`models.one_device`), and nothing else.
+
+Initial weights depend on the seed and on the parameter's name, and on nothing else. Each parameter
+has a random stream of its own, the full tensor is drawn on every rank, and a sharded parameter
+keeps its slice: any layout starts from the same weights.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import SINGLE
+from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.dtensor import local_part, own_part
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import Embed, Head, OutputProjection, TokenEmbedding
-from torchtitan_lr.models.initialization import init_parameters
-from torchtitan_lr.models.lanes import LaneEmbed, LaneRows, LaneTerms
-from torchtitan_lr.models.linears import (
-    Dense,
-    DenseGroup,
-    Down,
-    GatedDown,
-    LowRankGroup,
-    Swiglu,
-    SwigluFactors,
-    Up,
+from torchtitan_lr.models.lanes import Lanes
+from torchtitan_lr.models.linears import Gated, LowRankLinear
+from torchtitan_lr.models.one_device import (
+    Group,
+    OutputProjection,
+    Planned,
+    TokenEmbedding,
+    use_plan,
 )
 from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
@@ -43,21 +46,17 @@ PLACES = "places"  # the tokens' places in a batch's inputs, and the model's arg
 # Where torch's ``flex_attention`` has a backward pass; on a CPU it has none (2.15).
 BLOCK_MASK_DEVICES = ("cuda", "xpu")
 
+# Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA does not
+# say how its full-rank baselines start.
+DENSE_STD = 0.02
 
-def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn.Module, nn.Module]:
-    """Build what applies the projections that read the residual stream, and the one that adds."""
-    if args.lanes > 1:
-        shared, wide_sums = args.shared_channels(args.dim), args.backward_sum == "float32"
-        return DenseGroup(LaneRows()), DenseGroup(LaneTerms(SINGLE, args.lanes, shared, wide_sums))
-    family, ends_block = args.model_family, second == "down"
-    pads = None if ends_block else False  # the feed-forward's width, on a GPU
-    if not args.low_rank:
-        return DenseGroup(Dense(pads)), DenseGroup(Dense())
-    up = Up(pads=pads)
-    opening = LowRankGroup(map(args.latent_silu, first), Down(), up, family.build_mix())
-    down = GatedDown() if ends_block else Down()
-    up = Up(keeps_input=ends_block)
-    return opening, LowRankGroup([args.latent_silu(second)], down, up, family.build_mix())
+
+class Rows(NamedTuple):
+    """Which place each token has in its row, and what it attends to."""
+
+    table: Tensor  # rotations of the tokens, see `apply_rope`
+    mask: Mask | None = None  # of the documents, see `separate`; None is causal
+    row_table: Tensor | None = None  # of the whole row, if the tokens are a part of it
 
 
 class Attend(nn.Module):
@@ -67,18 +66,11 @@ class Attend(nn.Module):
         super().__init__()
         self.head_dim = head_dim
 
-    def forward(
-        self,
-        q: Tensor,  # (b, s, h · head_dim), not rotated
-        k: Tensor,  # (b, s, h_kv · head_dim), not rotated
-        v: Tensor,  # (b, s, h_kv · head_dim)
-        table: Tensor,  # rotations of these tokens, see `apply_rope`
-        mask: Mask | None = None,  # of the documents, see `separate`; None is causal
-        row_table: Tensor | None = None,  # of the whole row, if these tokens are a part of it
-    ) -> Tensor:
-        """Return attention's output (b, h, s, head_dim)."""
-        q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
-        return attend(q, k, split_heads(v, self.head_dim), mask)
+    def forward(self, q: Tensor, k: Any, v: Any, rows: Rows) -> Tensor:
+        """Return attention's output (b, h, s, head_dim) of q, k, v (b, s, h · head_dim)."""
+        # They are not rotated; k and v have fewer heads if queries are grouped.
+        q, k = split_heads(q, self.head_dim, rows.table), split_heads(k, self.head_dim, rows.table)
+        return attend(q, k, split_heads(v, self.head_dim), rows.mask)
 
 
 class Attention(nn.Module):
@@ -91,29 +83,23 @@ class Attention(nn.Module):
         linear = partial(args.model_family.build_linear, args, rank=r, first_block=first_block)
         self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
         self.wo = linear(d, d)
-        self.qkv, self.o = build_groups(args, ("q", "k", "v"), "o")
+        self.qkv, self.o = Group(args, "qkv"), Group(args, "o")
         self.attend: nn.Module = Attend(args.head_dim)
 
     def forward(
-        self,
-        x: Tensor,
-        norm: nn.Module,
-        table: Tensor,
-        carried: Latents | None,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
+        self, x: Tensor, norm: nn.Module, rows: Rows, carried: Latents | None
     ) -> tuple[Tensor, Latents]:
         """Return the update of x (b, s, d), and q, k, v, o latents (none at full rank)."""
-        # ``carried`` has the previous block's latents (b, s, r). See `Attend` for the rest.
+        # ``carried`` has the previous block's latents (b, s, r).
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
-        x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
+        x = self.attend(q, k, v, rows)  # (b, h, s, head_dim)
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Planned):
     """SwiGLU feed-forward, down(gate · up), with σ on the gate; the groups gate_up and out."""
 
     def __init__(self, args: LlamaArgs, first_block: bool) -> None:
@@ -123,10 +109,8 @@ class FeedForward(nn.Module):
         self.w1 = linear(d, f)  # gate
         self.w2 = linear(f, d)  # down
         self.w3 = linear(d, f)  # up
-        self.gate_up, self.out = build_groups(args, ("gate", "up"), "down")
-        # The low-rank group `out` computes σ(gate) · up itself: it keeps the factors, not their
-        # product.
-        self.swiglu = (SwigluFactors if args.low_rank else Swiglu)(args.outer_silu)
+        self.gate_up, self.out = Group(args, "gate_up"), Group(args, "down")
+        self.low_rank, self.outer_silu = args.low_rank, args.outer_silu
 
     def forward(
         self, x: Tensor, norm: nn.Module, carried: Latents | None
@@ -134,7 +118,9 @@ class FeedForward(nn.Module):
         """Return the update of x (b, s, d), and gate, up, down latents (none at full rank)."""
         previous, previous_down = carried and carried[:2], carried and carried[2:]
         (gate, up), latents = self.gate_up(x, [self.w1, self.w3], norm, previous)
-        hidden = self.swiglu(gate, up)  # (b, s, f)
+        factors = Gated(gate, up, self.outer_silu)  # (b, s, f)
+        keeps = self.low_rank and self.plan.keeps_factors
+        hidden = factors if keeps else factors.product()
         (out,), latents_down = self.out(hidden, [self.w2], None, previous_down)
         return out, (*latents, *latents_down)
 
@@ -151,19 +137,14 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args, first_block=layer_id == 0)
 
     def forward(
-        self,
-        x: Tensor,
-        table: Tensor,
-        carried: Latents | None = None,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
+        self, x: Tensor, rows: Rows, carried: Latents | None = None
     ) -> tuple[Tensor, Latents | None]:
         """Return the stream (b, s, d), with lanes (b, s, G, d), and the seven latents for LaX."""
         # ``carried`` has the previous block's latents; None in the first block and in other
-        # families. The other arguments are those of `Attention.forward`.
+        # families.
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, table, carried and carried[:n], mask, row_table
+            x, self.attention_norm, rows, carried and carried[:n]
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
@@ -181,16 +162,14 @@ class LlamaModel(ModelProtocol):
         model_args.check()
         self.model_args = model_args
         dim, vocab_size = model_args.dim, model_args.vocab_size
-        embedding = TokenEmbedding(vocab_size, dim)
-        embedding.embed = Embed() if model_args.lanes == 1 else LaneEmbed(model_args.lanes)
-        output = OutputProjection(dim, vocab_size, bias=False)
-        output.head = Head()
-        self.tok_embeddings: nn.Module | None = embedding
+        self.tok_embeddings: nn.Module | None = TokenEmbedding(vocab_size, dim)
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
         )
         self.norm: nn.Module | None = nn.RMSNorm(dim, eps=model_args.norm_eps)
-        self.output: nn.Module | None = output
+        self.output: nn.Module | None = OutputProjection(dim, vocab_size, bias=False)
+        if model_args.lanes > 1:
+            use_plan(self, Lanes(model_args))
         self.register_buffer("freqs_cis", self._build_freqs_cis(), persistent=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
@@ -208,27 +187,24 @@ class LlamaModel(ModelProtocol):
         targets: Tensor | None = None,  # token ids (b, s) whose log-probabilities are summed
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position: return logits (b, s, V), or a loss."""
-        # A head that gathers its logits over the ranks ignores targets. An earlier pipeline stage
-        # returns the stream (b, s, d), with lanes (b, s, G, d), for LaX followed by the last
-        # block's latents.
+        # An earlier pipeline stage returns the stream (b, s, d), with lanes (b, s, G, d), for LaX
+        # followed by the last block's latents.
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
-        table = torch.view_as_real(self.freqs_cis)
-        # Arguments that are not given at all let a compiled block keep its one graph.
-        options: dict[str, Any] = {}
+        table, mask, row_table = torch.view_as_real(self.freqs_cis), None, None
         if documents is not None:
             positions, mask = separate(documents, x.dtype, places)
-            table, options["mask"] = table[positions], mask
+            table = table[positions]  # (b, s, head_dim / 2, 2)
         if places is not None:
-            # The table of a row is (s', head_dim / 2, 2), or with documents (b, s, ...).
-            options["row_table"] = table
+            row_table = table
             if documents is None:
                 table = table[places]
             else:
-                rows = torch.arange(len(places), device=places.device)[:, None]
-                table = table[rows, places]
+                index = torch.arange(len(places), device=places.device)[:, None]
+                table = table[index, places]
+        rows = Rows(table, mask, row_table)
         for block in self.layers.values():
-            x, latents = block(x, table, latents, **options)
+            x, latents = block(x, rows, latents)
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out
@@ -249,13 +225,9 @@ class LlamaModel(ModelProtocol):
         parameter = next(self.parameters(), None)
         # Half precision would round the angles; weights in fp64 deserve a table in fp64.
         dtype = torch.float32 if parameter is None else parameter.dtype
-        return build_freqs_cis(
-            args.head_dim,
-            args.max_seq_len,
-            args.rope_theta,
-            args.rope_scaling,
-            torch.promote_types(dtype, torch.float32),
-        )
+        dtype = torch.promote_types(dtype, torch.float32)
+        shape = args.head_dim, args.max_seq_len
+        return build_freqs_cis(*shape, args.rope_theta, args.rope_scaling, dtype)
 
 
 def split_heads(x: Tensor, head_dim: int, table: Tensor | None = None) -> Tensor:
@@ -359,3 +331,41 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
 def loss_arguments(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:
     """Return the model's arguments for the loss: ``targets`` (b, s) for a model of this package."""
     return {"targets": labels} if isinstance(model, LlamaModel) else {}
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
+    """Draw every parameter of a model or of a part of one, in fp32 on its device."""
+    # Both factors of a low-rank linear have the standard deviation
+    #     std = r^(-1/4) · (d_in + d_out)^(-1/4):
+    # an entry of BA is a sum of r products, and has √r · std² = (d_in + d_out)^(-1/2). CAAT-Net's
+    # private channels start √G times as large: a shared one is the sum of G terms (section 3.2).
+    stds: dict[str, float | None] = {}  # None for ones
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, LowRankLinear):
+            (rank, d_in), d_out = module.A.weight.shape, module.B.weight.shape[0]
+            factor = float(rank**-0.25 * (d_in + d_out) ** -0.25)
+            stds |= {f"{prefix}A.weight": factor, f"{prefix}B.weight": factor}
+            stds[f"{prefix}gate"] = None
+        elif isinstance(module, nn.RMSNorm):
+            stds[f"{prefix}weight"] = None
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            # The factors of a LowRankLinear come after their parent and keep its value.
+            stds.setdefault(f"{prefix}weight", DENSE_STD)
+    for fqn, parameter in model.named_parameters():
+        name, part = clean_name(fqn), local_part(parameter)
+        if fqn not in stds:
+            want = f"a family of linears with A, B and a gate: nothing says how {name} starts"
+            raise ConfigError("model.name", args.model_family.model_name, want)
+        # No draw of a shard: on a CPU mesh torch gives every shard the same values.
+        digest = hashlib.sha256(f"{args.init_seed}:{name}".encode()).digest()
+        generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest[:7], "big"))
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=part.device)
+        if (std := stds[fqn]) is None:
+            full.fill_(1.0)
+        else:
+            full.normal_(0.0, std, generator=generator)
+        if args.lanes > 1 and name.endswith((".wo.weight", ".w2.weight")):
+            full[args.shared_channels(len(full)) :] *= args.lanes**0.5
+        part.copy_(own_part(parameter, full, {dim: dim for dim in range(full.ndim)}))

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
-Function = Callable[..., Any] | str
-"""A function, or the path of one."""
-
+Function = Callable[..., Any] | str  # a function, or the path of one
 Updates = Literal["all", "matrices", "factors"]
 
 
@@ -21,8 +19,7 @@ Updates = Literal["all", "matrices", "factors"]
 class OptimizerEntry:
     """What the rooms ask of an optimizer."""
 
-    name: str
-    """The value of ``optimizer.name``."""
+    name: str  # the value of ``optimizer.name``
     build: Function
     """Builds torchtitan's container for this rank's model parts, whose weights are drawn, from
     ``[optimizer]`` and `ParallelDims`. An attribute ``gradients`` of it takes the place of
@@ -38,22 +35,16 @@ class OptimizerEntry:
     """Whether FSDP2 splits A (r, d_in) along d_in, so that r × r sums need no gathered rows."""
     sums_replicas: bool = False
     """Whether it gets the gradients of each replica, and sums what it wants of them itself."""
-    reads_wire_dtype: bool = False
-    """Whether these sums travel in ``training.mixed_precision_reduce``."""
     sends_state: bool = False
     """Whether it sends tensors of its state, which offloading leaves on the host."""
     tf32_products: bool = False
     """Whether its fp32 products may run in TF32 where the model computes in bf16."""
     reads_groups: bool = False
-    """Whether its rates are those of `optim.groups.ParameterGroups.rates`."""
-    in_torchtitan: bool = False
-    """Whether torchtitan builds it for models of other packages."""
+    """Whether its rates are those of `optim.groups.rates_of`."""
     keys: tuple[str, ...] = ()
     """How those keys begin that not every optimizer reads, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values by key that replace the defaults of config/schema.py."""
-    published_rates: tuple[float, float] | None = None
-    """Lowest and highest published learning rate; others are warned of."""
     fits: Function | None = None
     """Refuses a model that it cannot train: called with ``[optimizer]`` and the shapes by name."""
     check: Function | None = None
@@ -69,7 +60,7 @@ class OptimizerEntry:
 
 _SPECTRAL = OptimizerEntry(
     "",
-    "torchtitan_lr.optim.spectral.container:build_spectral",
+    "torchtitan_lr.optim.containers:build_spectral",
     cost="torchtitan_lr.costs.optimizer_costs:SpectralCost",
     updates="factors",
     splits_columns=True,
@@ -87,20 +78,18 @@ def _spectral(name: str, **facts: Any) -> OptimizerEntry:
 
 _ADAMW = OptimizerEntry(
     "AdamW",
-    "torchtitan_lr.optim.adam:build_adam",
+    "torchtitan_lr.optim.containers:build_adam",
     cost="torchtitan_lr.costs.optimizer_costs:OptimizerCost",
     reads_groups=True,
-    in_torchtitan=True,
 )
 ENTRIES: dict[str, OptimizerEntry] = {
     "AdamW": _ADAMW,
     "Adam": replace(_ADAMW, name="Adam"),
     "TSRAdam": OptimizerEntry(
         "TSRAdam",
-        "torchtitan_lr.optim.tsr.container:build_tsr",
+        "torchtitan_lr.optim.containers:build_tsr",
         cost="torchtitan_lr.costs.optimizer_costs:TSRCost",
         sums_replicas=True,
-        reads_wire_dtype=True,
         sends_state=True,
         # They are the only fp32 products of such a run: errors stay below bf16's of the gradients.
         tf32_products=True,
@@ -117,30 +106,23 @@ ENTRIES: dict[str, OptimizerEntry] = {
             "optimizer.weight_decay": 0.1,
             "optimizer.nesterov": True,
         },
-        published_rates=(1e-4, 1e-2),  # AdamW's, which Moonlight's scale keeps (arXiv 2502.16982)
     ),
     "Spectron": _spectral(
         "Spectron",
         # The middle of the paper's rates (arXiv 2602.12429); Emerging-Optimizers' momentum, decay.
         defaults={"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
-        published_rates=(1e-3, 1e-1),
     ),
     "LoRAMuon": _spectral(
         "LoRAMuon",
         # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
         defaults={"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
-        published_rates=(1e-2, 1e-1),
     ),
 }
 """The optimizers by name; `register_optimizer` adds those from outside the package."""
 
 
 def register_optimizer(entry: OptimizerEntry) -> None:
-    """Make an optimizer from outside the package a value of ``optimizer.name``.
-
-    Raises:
-        ValueError: Another one has its name.
-    """
+    """Make an optimizer from outside the package a value of ``optimizer.name``."""
     if entry.name in ENTRIES:
         raise ValueError(f"the name {entry.name!r} of an optimizer is taken")
     ENTRIES[entry.name] = entry
@@ -152,7 +134,7 @@ def variant(base: str, name: str, build: Function, **facts: Any) -> OptimizerEnt
     State that ``build`` adds is its own to save: a resumed run begins without it. What it costs is
     not known by its base.
     """
-    own = {"cost": None, "in_torchtitan": False} | facts
+    own = {"cost": None} | facts
     return replace(ENTRIES[base], name=name, build=build, **own)
 
 

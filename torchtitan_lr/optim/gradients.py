@@ -1,18 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The gradients of a step, from the first micro-batch's backward to the optimizer.
-
-`training.step.Step` calls `Gradients` and checks the order of its calls. There are two
-implementations. In `StoredGradients`, FSDP or DDP reduces the gradients and leaves them in
-``parameter.grad`` before backward ends. TSR-Adam (`optim.tsr`) reads them there during
-backward and sums over the replicas itself.
-"""
+"""Norm and clipping of a step's gradients."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,63 +18,36 @@ from torchtitan_lr.compat.dtensor import StridedShard, local_part
 from torchtitan_lr.numerics import joint_norm, scale_
 
 
-class Gradients(Protocol):
-    """The gradients of one step, of all model parts of a rank.
+@dataclass
+class StoredGradients:
+    """The gradients of a step, of all model parts of a rank, as FSDP or DDP reduces them.
 
-    The methods are called in this order, `micro_batch` once per micro-batch, all of them on every
-    rank. Weights, moments and counters change between `clip` and `settle` alone, in the optimizers'
-    own ``step``. An optimizer that leaves a rejected step out by itself may communicate there: its
-    ``step`` is called on every rank in a rejected step too. ``step_unless`` in ``training/step.py``
-    says which optimizers these are; it does not call the others.
+    They are in ``parameter.grad`` before backward ends. An optimizer that sums over the replicas
+    itself has an object with the same methods in their place: `TSRAdam`.
+
+    `Trainer.train_step` calls the methods in their order here, `micro_batch` once per micro-batch,
+    all of them on every rank. Weights, moments and counters change between `clip` and `settle`
+    alone, in the optimizers' own ``step``. An optimizer that leaves a rejected step out by itself
+    may communicate there: its ``step`` is called on every rank in a rejected step too
+    (`training.verdict.step_unless`).
     """
 
+    model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)
+    pp_mesh: DeviceMesh | None  # pipeline ranks whose gradients belong to the same norm
+
     def begin(self) -> None:
-        """Start a step; no parameter has a gradient."""
+        """Start a step; no parameter has a gradient, and autograd accumulates."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; ``last`` is the step's last one."""
+        return nullcontext()  # FSDP and DDP have hooks of their own
 
+    @torch.no_grad()
     def finish_sums(self) -> Tensor:
         """Wait for sums over the ranks that still run; return this rank's share of the norm.
 
         The shares of all ranks, plain fp64 scalars, add up to the square of the full gradient's
         norm, so that the sum can travel with other sums in one collective.
-        """
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the summed gradients in place to a norm of at most ``max_norm``.
-
-        Nothing changes if the norm is not finite.
-        """
-
-    def settle(self, rejected: bool) -> None:
-        """Correct on the host what a step has changed that the device has rejected or not."""
-
-    def nonfinite(self, part: nn.Module) -> list[str]:
-        """Return the names of a part's parameters whose gradient is not finite on this rank."""
-
-
-@dataclass
-class StoredGradients(Gradients):
-    """Gradients that FSDP or DDP reduces into ``parameter.grad``; see `Gradients`."""
-
-    model_parts: Sequence[nn.Module]
-    """The pipeline stages of this rank (one without pipelining)."""
-    pp_mesh: DeviceMesh | None
-    """Pipeline ranks whose gradients belong to the same norm."""
-
-    def begin(self) -> None:
-        """Do nothing: autograd accumulates."""
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Do nothing: FSDP and DDP have hooks of their own."""
-        return nullcontext()
-
-    @torch.no_grad()
-    def finish_sums(self) -> Tensor:
-        """Return this rank's share of the squared norm; FSDP and DDP have ended the sums.
-
-        A part of which several ranks hold a copy is divided by their number.
         """
         pieces = []
         for gradient in self._gradients():
@@ -94,11 +60,11 @@ class StoredGradients(Gradients):
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale this rank's shards of the gradients in place, if the norm is finite."""
+        """Scale the summed gradients in place to at most ``max_norm``, if the norm is finite."""
         scale_(map(local_part, self._gradients()), clip_factor(max_norm, norm))
 
     def settle(self, rejected: bool) -> None:
-        """Do nothing: no optimizer with stored gradients has counted a rejected step."""
+        """Finish a step whose verdict the host has read: here nothing has counted it."""
 
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose gradient is not finite on this rank."""

@@ -29,7 +29,7 @@ output                     Shard(0)     all-gather γ ⊙ x (b, s, d)     reduce
 - Without ``tp_grouping`` each linear has a message of its own. The norm ``sync`` sends Σx² before
   the product, and a sum (b, s) in backward. Under ``comm = "sequence"`` an all-reduce is a
   reduce-scatter over the tokens, and an all-gather at the latents' next use; the gates' gradients
-  are summed. If context parallelism gathers latents, `UpEdge.whole` sums dh of q, k and v.
+  are summed. If context parallelism gathers latents, `BTP.whole` sums dh of q, k and v.
 
 RMSNorm needs the features of all ranks. `online_down` (BOOST's online RMSNorm, in the deferred
 form) multiplies first and normalizes the r-wide product afterwards, so that statistic and product
@@ -52,7 +52,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
 from torchtitan_lr.collectives import (
     FEATURES,
@@ -66,110 +65,74 @@ from torchtitan_lr.collectives import (
     wait,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import Embed
-from torchtitan_lr.models.kept import end_recomputation, keep
-from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
-from torchtitan_lr.parallel.edge import (
-    Edge,
-    HeadEdge,
-    MixEdge,
-    copy_to_ranks,
-    gather_and_copy_to_ranks,
-    summed_products,
-)
-from torchtitan_lr.parallel.plan_parts import (
-    ROW_COLUMN,
-    Plan,
-    Styles,
-    TPSettings,
-    low_rank_blocks,
-    model_ends,
-    on_ranks,
-)
+from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated, summed_products
+from torchtitan_lr.models.one_device import Group
+from torchtitan_lr.models.recomputation import end_recomputation, keep
+from torchtitan_lr.parallel.paired import copy_to_ranks, gather_and_copy_to_ranks
+from torchtitan_lr.parallel.plan_parts import ROW_COLUMN, Plan, TPSettings
 
 
-class DownEdge(Edge):
-    """End of a chunk: A of every linear of a group, and the sums over the ranks."""
+class BTP(Plan):
+    """The plan of the module's table."""
 
-    def __init__(
-        self, ranks: Ranks, grouping: bool = True, norm: str = "online", comm: str = "all_reduce"
-    ) -> None:
-        super().__init__(ranks)
-        # The latents of a group share one collective; the norm's statistic is reduced with them
-        # (``online``) or before (``sync``); ``sequence`` reduce-scatters over the tokens.
-        self.grouping, self.norm, self.comm = grouping, norm, comm
+    attention = feed_forward = ROW_COLUMN
+    shards_stream = True
+    choices = frozenset({"grouping", "norm", "comm"})
 
-    def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    def __init__(self, args: LlamaArgs, settings: TPSettings, ranks: Ranks) -> None:
+        super().__init__(args, settings, ranks)
+        self.how = Reduction(ranks, settings.grouping, self.sequence)
+
+    def embed(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1): (b, s, d/T), Shard(-1)."""
+        return F.embedding(tokens, local(embedding.weight))
+
+    def down(
+        self, group: Group, x: Any, linears: Sequence[LowRankLinear], norm: Any
     ) -> list[Tensor]:
-        """Map one x (b, s, d_in/T), Shard(-1), by A (r, d_in/T), Shard(1), of every linear."""
+        """End a chunk: map x (b, s, d_in/T), Shard(-1), by every A (r, d_in/T), Shard(1)."""
         # The norm's weight (d_in/T,) is Shard(0). Latents are (b, s, r), replicated; for
-        # ``sequence`` (b, s/T, r), Shard(1).
+        # ``sequence`` (b, s/T, r), Shard(1). The norm's statistic is reduced with them
+        # (``online``) or before (``sync``).
         weights = [local(linear.A.weight) for linear in linears]
-        how = Reduction(self.ranks, self.grouping, self.comm == "sequence")
         if norm is None:
-            return down_projections(x, weights, how)
-        if self.norm == "online":
-            return online_down(x, *norm_numbers(norm), weights, how)
-        return down_projections(sync_norm(x, *norm_numbers(norm), self.ranks), weights, how)
+            return down_projections(x, weights, self.how)
+        if self.settings.norm == "online":
+            return online_down(x, *norm_numbers(norm), weights, self.how)
+        return down_projections(sync_norm(x, *norm_numbers(norm), self.ranks), weights, self.how)
 
-
-class UpEdge(Edge):
-    """Start of a chunk: σ, and column-parallel B, batched under ``grouping`` for equal shapes."""
-
-    def __init__(self, ranks: Ranks, grouping: bool = True, comm: str = "all_reduce") -> None:
-        super().__init__(ranks)
-        self.grouping, self.comm = grouping, comm
-
-    def forward(
-        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
+    def up(
+        self, group: Group, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]
     ) -> list[Tensor]:
-        """Map latents as `DownEdge` returns them by B (d_out/T, r), Shard(0): (b, s, d_out/T)."""
-        latents = activated(latents, use_silu)
+        """Start a chunk: map latents as `down` returns them by B (d_out/T, r), Shard(0)."""
+        # Outputs are (b, s, d_out/T), Shard(-1); products of equal shape are one under
+        # ``grouping``.
+        latents = activated(latents, group.use_silu)
         weights = [local(linear.B.weight) for linear in linears]
-        dim = TOKENS if self.comm == "sequence" else None
-        if self.grouping:
+        dim = TOKENS if self.sequence else None
+        if self.settings.grouping:
             return up_projections(latents, weights, self.ranks, dim)
         pairs = zip(latents, weights, strict=True)
         return [up_projections([latent], [weight], self.ranks, dim)[0] for latent, weight in pairs]
 
     def whole(self, latents: Sequence[Tensor]) -> list[Tensor]:
-        """Return the latents (b, s, r), replicated, for products that other modules compute."""
-        # Their gradients are summed over the ranks.
-        messages = [concatenated(latents, dim=-1)] if self.grouping else latents
+        """Return the latents (b, s, r), replicated; their gradients are summed over the ranks."""
+        grouping = self.settings.grouping
         copies = []
-        for message in messages:
-            if self.comm == "sequence":
+        for message in [concatenated(latents, dim=-1)] if grouping else latents:
+            if self.sequence:
                 copies.append(gather_and_copy_to_ranks(message, self.ranks, TOKENS))
             else:
                 copies.append(copy_to_ranks(message, self.ranks))
-        if not self.grouping:
+        if not grouping:
             return copies
         return list(copies[0].split([latent.shape[-1] for latent in latents], dim=-1))
 
-
-class FeaturesHead(HeadEdge):
-    """The head of a stream that is sharded along its features."""
-
-    def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    def normalized(self, x: Tensor, norm: Any) -> Tensor:
         """Normalize and gather x (b, s, d/T), Shard(-1); the norm's weight (d/T,) is Shard(0)."""
         # γ ⊙ x is gathered and then scaled by rstd, so that the gathered tensor's gradient is
         # reduce-scattered at once instead of all-reduced and sliced.
         return sync_norm(x, *norm_numbers(norm), self.ranks, gather=True)
-
-
-def btp(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return the plan of the module's table."""
-    grouping, comm = settings.grouping, settings.comm
-    down = on_ranks(DownEdge, grouping=grouping, norm=settings.norm, comm=comm)
-    up = on_ranks(UpEdge, grouping=grouping, comm=comm)
-    mix = on_ranks(MixEdge, sharded=comm == "sequence")
-    blocks = low_rank_blocks(args, BTP, down, up, mix)
-    head = on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel)
-    return blocks | model_ends(lambda _: Embed(), head, Shard(0))
-
-
-BTP = Plan(btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping", "norm", "comm"})
 
 
 @dataclass(frozen=True)
@@ -204,8 +167,8 @@ class _OnlineDown(torch.autograd.Function):
         # One variable argument: without gradients, the compiler compares numbers of arguments to
         # decide if a forward has a context, and is wrong for (ctx, x, *weights) with two weights.
         x, gamma, dim, eps, how, *weights = inputs  # (b, s, d/T), (d/T,); A (r_i, d/T)
-        # P, one per message: (b, s, Σ r_i), or (b, s/T, Σ r_i). Backward needs rstd and Y alone, so
-        # P leaves `reduced` by this list: what `reduced` returns would be kept in memory.
+        # P, one per message: (b, s, Σ r_i), or (b, s/T, Σ r_i). It leaves `reduced` by this list,
+        # since what `reduced` returns is kept in memory, and backward needs rstd and Y alone.
         products: list[Tensor] = []
 
         def reduced() -> tuple[Tensor]:

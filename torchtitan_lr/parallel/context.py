@@ -12,7 +12,7 @@ sends two all-gathers and one reduce-scatter, in every mode of activation checkp
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torchtitan_lr.collectives import SINGLE, TOKENS, Ranks, all_gather, local, reduce
 from torchtitan_lr.compat.dispatch import flash_attention_to_prefix
 from torchtitan_lr.data.corpus import Batch
-from torchtitan_lr.models.linears import Gated, LowRankGroup, LowRankLinear, gated_linear
-from torchtitan_lr.models.llama import PLACES, Attention, Mask, attend, split_heads
-from torchtitan_lr.parallel.btp import UpEdge
-from torchtitan_lr.parallel.edge import Edge
-from torchtitan_lr.parallel.recompute import checkpoint_block
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.linears import Gated, LowRankLinear, gated_linear
+from torchtitan_lr.models.llama import PLACES, Attend, Attention, Mask, Rows, attend, split_heads
+from torchtitan_lr.models.one_device import Group, OneDevice
+from torchtitan_lr.models.recomputation import checkpoint_block
+from torchtitan_lr.parallel.paired import paired
 from torchtitan_lr.titan.base import ParallelDims
 
 
@@ -58,27 +59,20 @@ def own_tokens(batch: Batch, ranks: Ranks) -> Batch:
     return inputs | own, own_chunks(labels, ranks, TOKENS)
 
 
-class GatherRow(torch.autograd.Function):
-    """Forward an all-gather of a row's tokens in their order, backward a reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        (parts,) = all_gather([x.unsqueeze(0)], ranks, 0)  # (C, ..., s/C, n)
-        heads, tails = parts.chunk(2, dim=-2)  # chunks 0 to C - 1, and 2C - 1 down to C
-        return torch.cat([*heads.unbind(), *reversed(tails.unbind())], dim=-2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        size = ctx.ranks.size
-        parts = [chunks_of(gradient, rank, size, -2) for rank in range(size)]
-        return reduce(torch.stack(parts), ctx.ranks, 0).squeeze(0), None
+def _row(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Gather (..., s/C, n) of every rank as (..., s, n) in the row's order."""
+    (parts,) = all_gather([x.unsqueeze(0)], ranks, 0)  # (C, ..., s/C, n)
+    heads, tails = parts.chunk(2, dim=-2)  # chunks 0 to C - 1, and 2C - 1 down to C
+    return torch.cat([*heads.unbind(), *reversed(tails.unbind())], dim=-2)
 
 
-def gather_row(x: Tensor, ranks: Ranks) -> Tensor:
-    """Gather (..., s/C, n) of every rank as (..., s, n) in the row's order; sum gradients."""
-    out: Tensor = GatherRow.apply(x, ranks)
-    return out
+def _own_sum(gradient: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Sum the ranks' gradients (..., s, n) of the tokens of this one (..., s/C, n)."""
+    parts = [chunks_of(gradient, rank, ranks.size, -2) for rank in range(ranks.size)]
+    return reduce(torch.stack(parts), ranks, 0).squeeze(0)
+
+
+gather_row = paired("GatherRow", _row, _own_sum)
 
 
 def attend_from_chunks(
@@ -87,7 +81,7 @@ def attend_from_chunks(
     v: Tensor,
     mask: Mask | None,  # of the documents (`separate`), own tokens to the row's; None is causal
     ranks: Ranks,
-    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,  # from a chunk
+    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,  # `attend_to_prefix`
 ) -> Tensor:
     """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim)."""
     if mask is not None:
@@ -116,7 +110,7 @@ def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
-class GatheredAttention(Edge):
+class GatheredAttention(Attend):
     """Attention of a rank's own queries to the keys and values of the whole row."""
 
     # Whether it gathers again in backward by itself. In a block that runs again in backward it
@@ -125,23 +119,13 @@ class GatheredAttention(Edge):
     to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, ranks: Ranks, head_dim: int) -> None:
-        super().__init__(ranks)
-        self.head_dim = head_dim
+        super().__init__(head_dim)
+        self.ranks = ranks
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Any,
-        v: Any,
-        table: Tensor,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Any, v: Any, rows: Rows) -> Tensor:
         """Return attention's output (b, h, s/C, head_dim) of q, k, v (b, s/C, h · head_dim)."""
-        # They are not rotated yet; ``table`` has the rotations of the own tokens, ``row_table`` the
-        # row's.
-        q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
-        return self.repeated(self._from_keys, q, k, split_heads(v, self.head_dim), mask)
+        q, k = split_heads(q, self.head_dim, rows.table), split_heads(k, self.head_dim, rows.table)
+        return self.repeated(self._from_keys, q, k, split_heads(v, self.head_dim), rows.mask)
 
     def repeated(self, attention: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Call what gathers and attends; only its arguments and attention's results are kept."""
@@ -164,20 +148,18 @@ class Unexpanded(NamedTuple):
     weight: Tensor  # B (d_kv/T, r)
 
 
-class QueriesUp(nn.Module):
-    """Takes the place of the ``up`` of q, k and v, one device's or BTP's: expands q alone."""
+class QueriesGroup(Group):
+    """q, k and v of one device or BTP, of which q alone is expanded."""
 
-    def __init__(self, up: nn.Module) -> None:
-        super().__init__()
-        self.up = up
+    def __init__(self, args: LlamaArgs, plan: OneDevice) -> None:
+        super().__init__(args, "qkv")
+        self.plan = plan
 
-    def forward(
-        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
-    ) -> list[Any]:
+    def expand(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Any]:
         """Return q (b, s/C, d/T), and k and v as `Unexpanded`."""
-        whole = self.up.whole(latents) if isinstance(self.up, UpEdge) else latents
+        whole = self.plan.whole(latents)
         weights = [local(linear.B.weight) for linear in linears]
-        q = gated_linear(Gated(whole[0], None, use_silu[0]), weights[0])
+        q = gated_linear(Gated(whole[0], None, self.use_silu[0]), weights[0])
         return [q, Unexpanded(whole[1], weights[1]), Unexpanded(whole[2], weights[2])]
 
 
@@ -188,19 +170,11 @@ class LatentAttention(GatheredAttention):
         super().__init__(ranks, head_dim)
         self.silu = silu
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Unexpanded,
-        v: Unexpanded,
-        table: Tensor,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Unexpanded, v: Unexpanded, rows: Rows) -> Tensor:
         """Return attention's output (b, h, s/C, head_dim)."""
         # Tensors alone: in a compiled block a checkpoint takes no others.
-        q = split_heads(q, self.head_dim, table)
-        return self.repeated(self._from_latents, q, *k, *v, row_table, mask)
+        q = split_heads(q, self.head_dim, rows.table)
+        return self.repeated(self._from_latents, q, *k, *v, rows.row_table, rows.mask)
 
     def _from_latents(
         self,
@@ -232,6 +206,6 @@ def apply_context_parallel(model: nn.Module, ranks: Ranks, gather: str) -> None:
             continue
         module.attend = GatheredAttention(ranks, module.head_dim)
         if gather == "latents":
-            group = cast(LowRankGroup, module.qkv)
-            group.up = QueriesUp(group.up)
-            module.attend = LatentAttention(ranks, module.head_dim, group.use_silu[1])
+            args: LlamaArgs = model.model_args  # type: ignore[assignment]
+            module.qkv = QueriesGroup(args, module.qkv.plan)
+            module.attend = LatentAttention(ranks, module.head_dim, module.qkv.use_silu[1])

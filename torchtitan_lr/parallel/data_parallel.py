@@ -27,10 +27,10 @@ from torchtitan_lr.compat.fsdp import (
     send_in,
     watch_gradients,
 )
-from torchtitan_lr.compression.settings import compression_settings, merged
+from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.compression.units import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.models.linears import LowRankLinear
-from torchtitan_lr.optim.container import REPLICAS_WIRE
+from torchtitan_lr.optim.containers import REPLICAS_WIRE
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
@@ -44,68 +44,54 @@ def apply_data_parallel(
     # wrapped too: weights, activations and the residual stream in ``mixed_precision_param``, master
     # weights and sums of micro-batches in fp32, gradients sent in ``mixed_precision_reduce``.
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    sums_replicas = ENTRIES[job_config.optimizer.name].sums_replicas
-    owned = sums_replicas and parallel_dims.dp_replicate_enabled
+    owned = parallel_dims.dp_replicate_enabled
+    owned = owned and ENTRIES[job_config.optimizer.name].sums_replicas
     compresses = job_config.grad_compression.codec != "none"
-    ranks = _wrap(model, parallel_dims, job_config, owned, apart=owned or compresses)
-    sum_gradients(model)
-    if compresses and parallel_dims.fsdp_enabled:
-        # Over the slower links only: those between hosts, if there are any.
-        crosses_hosts = parallel_dims.dp_replicate_enabled
-        mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
-        settings = compression_settings(job_config, mesh.size())
-        apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
-    elif compresses:
-        logger.info("Gradient compression: nothing to exchange without FSDP")
-    if job_config.training.mixed_precision_reduce == "bfloat16":
-        if owned:
-            REPLICAS_WIRE[model] = torch.bfloat16
-        if ranks > 1:
-            round_on_the_wire(model)
-
-
-def _wrap(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, owned: bool, apart: bool
-) -> int:
-    """Wrap the model and its parts; return the number of ranks over which FSDP2 sums."""
-    # ``owned`` says whether the optimizer sums over the replicas, ``apart`` whether it or a
-    # compressor does.
-    # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
-    # the norm as a module, so the unit's forward would not finish and its weights would be stale.
-    parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
-    units = [cast(nn.Module, part) for part in parts if part is not None]
     training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
+    mesh = None  # of the ranks over which FSDP2 sums
     if parallel_dims.fsdp_enabled or owned:
         names = ["fsdp"]
-        if parallel_dims.dp_replicate_enabled and not apart:
+        if parallel_dims.dp_replicate_enabled and not (owned or compresses):
             names = ["dp_replicate", "fsdp"]
         mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
-        shard_units(model, units, mesh, parallel_dims, job_config)
-        kind = "HSDP" if len(names) == 2 else "FSDP"
-        if owned:
-            kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
+        shard_units(model, mesh, parallel_dims, job_config)
     elif parallel_dims.dp_replicate_enabled or mixed:
         # Not torchtitan's DDP path: it averages gradients of a loss that is already divided, which
         # are then too small by a factor of the number of replicas.
         mesh = mesh_of(parallel_dims, "dp_replicate")
-        for unit in (*units, model):
+        for unit in (*units_of(model), model):
             replicate(unit, mesh=mesh, mp_policy=mixed_precision_policy(job_config))
-        kind = f"replication over {mesh.size()} ranks"
-    else:
-        return 1
-    logger.info("Applied %s to the model", kind)
-    return mesh.size()
+    sum_gradients(model)
+    if mesh is not None:
+        logger.info("Gradients are summed over %s", mesh)
+    if compresses and parallel_dims.fsdp_enabled:
+        # Over the slower links only: those between hosts, if there are any.
+        crosses_hosts = parallel_dims.dp_replicate_enabled
+        slower = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
+        settings = compression_settings(job_config, slower.size())
+        apply_gradient_compression(model, slower, settings, all_reduce=crosses_hosts)
+    elif compresses:
+        logger.info("Gradient compression: nothing to exchange without FSDP")
+    if training.mixed_precision_reduce == "bfloat16":
+        if owned:
+            REPLICAS_WIRE[model] = torch.bfloat16
+        if mesh is not None and mesh.size() > 1:
+            round_on_the_wire(model)
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return what FSDP2 gathers at a time, in the order of forward, but for the last norm."""
+    # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
+    # the norm as a module, so the unit's forward would not finish and its weights would be stale.
+    parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
+    return [cast(nn.Module, part) for part in parts if part is not None]
 
 
 def shard_units(
-    model: nn.Module,
-    units: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    parallel_dims: ParallelDims,
-    job_config: JobConfig,
+    model: nn.Module, mesh: DeviceMesh, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
-    """Apply FSDP2 to the units, in the order of forward, and to the rest of the model."""
+    """Apply FSDP2 to the units and to the rest of the model."""
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(job_config)}
     if job_config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
@@ -116,6 +102,7 @@ def shard_units(
     # Backward needs the head first: resharding it after forward would only cause another
     # all-gather.
     always = job_config.parallelism.fsdp_reshard_after_forward == "always"
+    units = units_of(model)
     for unit in (*units, model):
         reshards = always if unit is model.output else reshard
         fully_shard(unit, reshard_after_forward=reshards, **options)
@@ -135,19 +122,12 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
     # If tensor parallelism splits r already, or if the ranks do not divide the columns, which FSDP2
     # refuses, FSDP2's choice stays and the factor is gathered.
     by_columns: set[Tensor] = set()
-    uneven: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, LowRankLinear):
-            continue
-        weight = module.A.weight
-        rows, columns = local_part(weight).shape
-        if columns % ranks:
-            uneven.append(f"{clean_name(name)}.A.weight ({columns} columns)")
-        elif rows == len(weight):
-            by_columns.add(weight)
-    if uneven:
-        what = "FSDP splits along r, and the optimizer gathers, what %d ranks do not divide: %s"
-        logger.info(what, ranks, merged(uneven))
+    for module in model.modules():
+        if isinstance(module, LowRankLinear):
+            weight = module.A.weight
+            rows, columns = local_part(weight).shape
+            if rows == len(weight) and columns % ranks == 0:
+                by_columns.add(weight)
     return lambda parameter: Shard(int(parameter in by_columns))
 
 

@@ -1,177 +1,167 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Pairs of column- and row-parallel linears: Megatron-LM at full rank, and the vanilla plans.
+"""Pairs of column- and row-parallel linears: Megatron-LM and CAAT-Net at full rank, vanilla plans.
 
 The first linear of a pair is column-parallel: its input is replicated, or gathered, and backward
 sums the input's gradient over the ranks. The second one is row-parallel: forward sums its output.
 At full rank the pairs are q, k, v with o, and gate, up with down. The vanilla plans (BOOST's
 baselines) make a pair of the factors A and B of every linear: messages are as wide as its output,
-and the latents are sharded along r. So `VanillaDown` starts a pair; BTP's `DownEdge` ends a chunk.
+and the latents are sharded along r. So their ``down`` starts a pair, where BTP's ends a chunk.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks, all_gather, local, start_sum, wait
-from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.kept import end_recomputation, keep
-from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
-from torchtitan_lr.parallel.edge import (
-    Edge,
-    EmbedEdge,
-    HeadEdge,
-    MixEdge,
-    gather_and_copy_to_ranks,
-    normalize,
-    reduce_from_ranks,
-    reduce_scatter_to_ranks,
+from torchtitan_lr.collectives import (
+    FEATURES,
+    TOKENS,
+    Ranks,
+    all_gather,
+    local,
+    reduce,
+    start_sum,
+    wait,
+)
+from torchtitan_lr.models.lanes import lane_linear, lane_terms, share_channels
+from torchtitan_lr.models.linears import (
+    LowRankLinear,
+    activated,
+    concatenated,
+    down_products,
     summed_products,
 )
-from torchtitan_lr.parallel.plan_parts import (
-    COLUMN_ROW,
-    EdgeParallel,
-    Plan,
-    Styles,
-    TPSettings,
-    dense_blocks,
-    low_rank_blocks,
-    model_ends,
-    on_ranks,
+from torchtitan_lr.models.one_device import Group
+from torchtitan_lr.models.recomputation import end_recomputation, keep
+from torchtitan_lr.parallel.paired import (
+    gather_and_copy_to_ranks,
+    kept,
+    paired,
+    reduce_from_ranks,
+    reduce_scatter_to_ranks,
 )
+from torchtitan_lr.parallel.plan_parts import COLUMN_ROW, Plan, normalize
 
 
-class ColumnEdge(Edge):
-    """Start of a full-rank pair: the norm, if any, then the column-parallel linears of a group."""
+class Megatron(Plan):
+    """Megatron-LM's plan: q, k, v, gate, up column-parallel, o and down row-parallel."""
 
-    def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
-        super().__init__(ranks)
-        self.comm = comm
+    # Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
+    # the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
+    attention = feed_forward = COLUMN_ROW
+    low_rank = False
+    choices = frozenset({"comm"})
 
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm | None = None
+    def product(
+        self, group: Group, x: Tensor, linears: Sequence[nn.Linear], norm: Any
     ) -> list[Tensor]:
-        """Map x (b, s, d_in), or (b, s/T, d_in), by weights (d_out/T, d_in), Shard(0)."""
-        # Returns one output (b, s, d_out/T), Shard(-1), per linear. The norm's weight is Replicate.
-        sequence = self.comm == "sequence"
-        if norm is not None:
-            x = normalize(x, norm, self.ranks if sequence else None)
+        """Start a pair, from x (b, s, d) or (b, s/T, d), Shard(1), or end it: likewise."""
+        # In between, outputs and inputs are (b, s, d_out/T), Shard(-1). The norm's weight is
+        # Replicate.
         weights = [local(linear.weight) for linear in linears]
-        return column_parallel(x, weights, self.ranks, TOKENS if sequence else None)
-
-
-class RowEdge(Edge):
-    """End of a full-rank pair: a row-parallel linear and the sum over the ranks."""
-
-    def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
-        super().__init__(ranks)
-        self.comm = comm
-
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Map x (b, s, d_in/T), Shard(-1), by weight (d_out, d_in/T), Shard(1)."""
-        # The output (b, s, d_out) is replicated; for ``sequence`` it is (b, s/T, d_out), Shard(1).
-        terms = [F.linear(x, local(linear.weight)) for linear in linears]
-        if self.comm == "sequence":
+        if group.opens:  # weights (d_out/T, d_in), Shard(0)
+            x = normalize(x, norm, self.ranks if self.sequence else None)
+            return column_parallel(x, weights, self.ranks, TOKENS if self.sequence else None)
+        terms = [F.linear(x, weight) for weight in weights]  # of weights (d_out, d_in/T), Shard(1)
+        if self.sequence:
             return [reduce_scatter_to_ranks(term, self.ranks, TOKENS) for term in terms]
         return [reduce_from_ranks(term, self.ranks) for term in terms]
 
-
-class TokensHead(HeadEdge):
-    """The head of a stream that is sharded along the tokens."""
-
-    def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Normalize and gather x (b, s/T, d), Shard(1)."""
+    def normalized(self, x: Tensor, norm: Any) -> Tensor:
+        """Normalize x (b, s, d), or normalize and gather (b, s/T, d), Shard(1)."""
+        if not self.sequence:
+            return super().normalized(x, norm)
         return gather_and_copy_to_ranks(normalize(x, norm, self.ranks), self.ranks, TOKENS)
 
 
-def megatron(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return Megatron-LM's plan: q, k, v, gate, up column-parallel, o and down row-parallel."""
-    # Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
-    # the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
-    comm = settings.comm
-    blocks = dense_blocks(MEGATRON, on_ranks(ColumnEdge, comm=comm), on_ranks(RowEdge, comm=comm))
-    head = TokensHead if comm == "sequence" else HeadEdge
-    return blocks | model_ends(
-        on_ranks(EmbedEdge, comm=comm), on_ranks(head, loss_parallel=settings.loss_parallel)
-    )
+class Vanilla(Plan):
+    """The fair vanilla plan, in which each rank computes its own heads."""
 
+    attention = feed_forward = COLUMN_ROW
+    choices = frozenset({"grouping"})
 
-MEGATRON = Plan(megatron, COLUMN_ROW, COLUMN_ROW, low_rank=False, choices={"comm"})
-
-
-class VanillaDown(Edge):
-    """Start of the pairs A, B of a group: the norm, if any, then column-parallel A's."""
-
-    def __init__(self, ranks: Ranks, grouping: bool, heads: bool = False) -> None:
-        super().__init__(ranks)
-        self.grouping = grouping  # whether the group shares one all-reduce of its input in backward
-        self.heads = heads  # whether the input is sharded along its features: attention's output
-
-    def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    def down(
+        self, group: Group, x: Any, linears: Sequence[LowRankLinear], norm: Any
     ) -> list[Tensor]:
-        """Map x (b, s, d_in), or (b, s, d_in/T), by A (r/T, d_in), Shard(0): (b, s, r/T) each."""
+        """Start pairs: map x (b, s, d_in) by every A (r/T, d_in), Shard(0), to (b, s, r/T)."""
+        # Attention's output, (b, s, d_in/T), is gathered in front of A_o if a rank has its heads.
+        # With ``grouping`` the linears share one all-reduce of their input's gradient.
         if norm is not None:
             x = normalize(x, norm)
         weights = [local(linear.A.weight) for linear in linears]
-        dim = FEATURES if self.heads else None
-        if self.grouping:
+        dim = FEATURES if self.shards_heads and group.name == "o" else None
+        if self.settings.grouping:
             return column_parallel(x, weights, self.ranks, dim)
         return [column_parallel(x, [weight], self.ranks, dim)[0] for weight in weights]
 
-
-class VanillaUp(Edge):
-    """End of the pairs A, B of a group: σ, row-parallel B's and the sums over the ranks."""
-
-    def __init__(self, ranks: Ranks, heads: bool = False) -> None:
-        super().__init__(ranks)
-        self.heads = heads  # whether each rank keeps its features, the heads of q, k and v
-
-    def forward(
-        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
+    def up(
+        self, group: Group, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]
     ) -> list[Tensor]:
-        """Map latents (b, s, r/T), Shard(-1), by B (d_out, r/T), Shard(1)."""
-        # Outputs are (b, s, d_out), replicated, for ``heads`` (b, s, d_out/T), Shard(-1).
-        # Each product is reduced before the next one exists: only one of them has its full width.
-        total = reduce_scatter_to_ranks if self.heads else reduce_from_ranks
+        """End pairs: map latents (b, s, r/T), Shard(-1), by B (d_out, r/T), Shard(1)."""
+        # Outputs are (b, s, d_out), replicated; q, k and v (b, s, d_out/T), Shard(-1), if a rank
+        # has its heads. Each product is reduced before the next one exists: only one of them has
+        # its full width.
+        keeps_heads = self.shards_heads and group.name == "qkv"
+        total = reduce_scatter_to_ranks if keeps_heads else reduce_from_ranks
         outputs = []
-        for h, linear in zip(activated(latents, use_silu), linears, strict=True):
+        for h, linear in zip(activated(latents, group.use_silu), linears, strict=True):
             outputs.append(total(F.linear(h, local(linear.B.weight)), self.ranks))
         return outputs
 
 
-def vanilla(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return the fair vanilla plan, in which each rank computes its own heads."""
-    # q, k and v are reduce-scattered over the heads, and attention's output is gathered before A_o.
-    styles = vanilla_replicated(args, settings)
-    qkv, o = styles["layers.*.attention.qkv"], styles["layers.*.attention.o"]
-    up = on_ranks(VanillaUp, heads=True)
-    down = on_ranks(VanillaDown, grouping=settings.grouping, heads=True)
-    styles["layers.*.attention.qkv"] = EdgeParallel(edges={**qkv.edges, "up": up})
-    styles["layers.*.attention.o"] = EdgeParallel(edges={**o.edges, "down": down})
-    return styles
+class VanillaReplicated(Vanilla):
+    """BOOST's baseline, which all-reduces q, k and v: every rank computes all heads."""
+
+    shards_heads = False
 
 
-def vanilla_replicated(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return BOOST's baseline, which all-reduces q, k and v: every rank computes all heads."""
-    blocks = low_rank_blocks(
-        args,
-        VANILLA,  # both vanilla plans place weights and stream alike
-        on_ranks(VanillaDown, grouping=settings.grouping),
-        on_ranks(VanillaUp),
-        on_ranks(MixEdge, sharded=True),
-    )
-    head = on_ranks(HeadEdge, loss_parallel=settings.loss_parallel)
-    return blocks | model_ends(on_ranks(EmbedEdge), head)
+class CAAT(Plan):
+    """CAAT-Net: Megatron's placements, with g = G/T lanes of `models.lanes` per rank, in order."""
+
+    # A block sends the shared channels alone, behind its row-parallel linears: each lane's stream
+    # is an input of its own, and only the norms' weights, which are Replicate, are shared.
+    attention = feed_forward = COLUMN_ROW
+    low_rank = False
+    lanes = True
+
+    def embed(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1): (b, s, g, d), equal lanes."""
+        x = F.embedding(tokens, local(embedding.weight))  # (b, s, d/T)
+        # The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns
+        # d/T of the embedding, so a reduce-scatter is enough.
+        gather = gather_and_sum_wide if self.settings.wide_sums else gather_and_copy_to_ranks
+        x = gather(x, self.ranks)  # (b, s, d)
+        return x.unsqueeze(2).expand(-1, -1, self.args.lanes // self.ranks.size, -1)
+
+    def product(
+        self, group: Group, x: Tensor, linears: Sequence[nn.Linear], norm: Any
+    ) -> list[Tensor]:
+        """Map the lanes' streams (b, s, g, d) to outputs side by side (b, s, d_out/T), or back."""
+        weights = [local(linear.weight) for linear in linears]
+        if not group.opens:  # weights (d, d_in/T), Shard(1)
+            shared, lanes = self.args.shared_channels(self.args.dim), self.args.lanes
+            terms = [lane_terms(x, weight, lanes // self.ranks.size) for weight in weights]
+            wide_sums = self.settings.wide_sums
+            return [share_channels(term, shared, wide_sums, self.ranks) for term in terms]
+        x = normalize(x, norm, self.ranks)
+        if x.shape[2] > 1:  # weights (d_out/T, d), Shard(0)
+            return [lane_linear(x, weight) for weight in weights]
+        return down_products(x.squeeze(2), weights)  # one product per kind of gradient
+
+    def normalized(self, x: Tensor, norm: Any) -> Tensor:
+        """Normalize x (b, s, g, d); the norm's weight (d,) is Replicate."""
+        return normalize(x, norm, self.ranks)
+
+    def scores(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return (b, s, V/T): each lane scores its part of the vocabulary, nothing is gathered."""
+        return lane_linear(x, weight)
 
 
-VANILLA = Plan(vanilla, COLUMN_ROW, COLUMN_ROW, choices={"grouping"})
-VANILLA_REPLICATED = replace(VANILLA, split=vanilla_replicated, shards_heads=False)
+# `gather_and_copy_to_ranks` whose backward sums in fp32 while it sends half precision.
+gather_and_sum_wide = paired("GatherAndSumWide", kept, partial(reduce, wide=True))
 
 
 class _ColumnParallel(torch.autograd.Function):

@@ -8,7 +8,8 @@ from torch import nn
 
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import Head, errors_in_place
+from torchtitan_lr.models.ends import errors_in_place
+from torchtitan_lr.models.one_device import OutputProjection
 from torchtitan_lr.parallel.context import apply_context_parallel, context_ranks
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
@@ -32,8 +33,10 @@ def parallelize_llama(
     apply_activation_checkpoint(model, job_config)
     if compiles_model(job_config):
         apply_compile(model, job_config.compile.backend)
-    if job_config.compile.enable and "loss" in job_config.compile.components:
-        compile_loss(model, job_config.compile.backend)
+    output, compiles = model.output, job_config.compile
+    if isinstance(output, OutputProjection) and compiles.enable and "loss" in compiles.components:
+        # What the head computes between the loss's two products.
+        output.errors = torch.compile(errors_in_place, backend=compiles.backend, dynamic=False)
     apply_data_parallel(model, parallel_dims, job_config)
     return model
 
@@ -47,10 +50,3 @@ def apply_compile(model: nn.Module, backend: str) -> None:
         compiled = torch.compile(block, backend=backend, fullgraph=True)
         layers.register_module(name, cast(nn.Module, compiled))
     logger.info("Compiling each decoder block with torch.compile")
-
-
-def compile_loss(model: nn.Module, backend: str) -> None:
-    """Compile what the head computes between the loss's two products."""
-    for head in model.modules():
-        if isinstance(head, Head):
-            head.errors = torch.compile(errors_in_place, backend=backend, dynamic=False)

@@ -1,35 +1,36 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a tensor-parallel plan consists of: placements of parameters, and edges.
+"""What a tensor-parallel plan is: where the weights stand, and how its ranks apply them.
 
 Every parameter becomes a DTensor, also one that stays whole. Activations stay plain local tensors:
-the edges read their weights by `local` and call the collectives themselves, which spares DTensor's
-dispatch per operation and compiles as one graph.
+a plan reads weights by `local` and calls the collectives itself, which spares DTensor's dispatch
+per operation and compiles as one graph.
 """
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.collectives import TOKENS, Ranks, local
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.linears import Swiglu
-
-EdgeFactory = Callable[[DeviceMesh], nn.Module]  # builds an edge on the tensor-parallel mesh
+from torchtitan_lr.models.ends import linear_loss
+from torchtitan_lr.models.linears import LowRankLinear
+from torchtitan_lr.models.one_device import OneDevice, OutputProjection
+from torchtitan_lr.parallel.paired import copy_to_ranks, gather_from_ranks, scatter_to_ranks
 
 # Placements of A (r, d_in) and B (d_out, r) of every linear; at full rank of the weights
 # (d_out, d_in) of a pair: q, k, v and then o, or gate, up and then down.
 Factors = tuple[Placement, Placement]
 COLUMN_ROW: Factors = (Shard(0), Shard(1))  # Megatron-LM's pair; of A and B: latents of r/T
 ROW_COLUMN: Factors = (Shard(1), Shard(0))  # of A and B: whole latents
-
-ATTENTION = "attention.wq", "attention.wk", "attention.wv", "attention.wo"
-FEED_FORWARD = "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"  # gate, up, down
 
 
 @dataclass(frozen=True)
@@ -40,148 +41,125 @@ class TPSettings:
     grouping: bool = True
     norm: Literal["online", "sync"] = "online"
     comm: Literal["all_reduce", "sequence"] = "all_reduce"
-    # From other keys: whether the loss works on sharded logits, and whether CAAT-Net's backward
-    # sums in fp32 while it sends half precision.
-    loss_parallel: bool = True
+    # From other keys: whether CAAT-Net's backward sums in fp32 while it sends half precision.
     wide_sums: bool = False
 
-    @classmethod
-    def read(cls, section: Any, **more: Any) -> "TPSettings":
-        """Read the ``tp_*`` keys of a section; a key that the section lacks has its default."""
-        names = [field.name for field in fields(cls) if hasattr(section, f"tp_{field.name}")]
-        return cls(**{name: getattr(section, f"tp_{name}") for name in names}, **more)
 
+class Placed(ParallelStyle):
+    """Makes a module's parameters DTensors; what the ranks send for them is the plan's."""
 
-@dataclass
-class EdgeParallel(ParallelStyle):
-    """Distributes the parameters of a module and replaces modules in it by edges."""
-
-    placements: Mapping[str, Placement] = field(default_factory=dict)  # by parameter
-    edges: Mapping[str, EdgeFactory] = field(default_factory=dict)  # by replaced module
+    def __init__(self) -> None:
+        super().__init__()
+        self.placements: dict[str, Placement] = {}  # by the name of a parameter in the module
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, placement in self.placements.items():
-            owner_name, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(owner_name)
-            parameter = getattr(owner, leaf)
-            if parameter is not None:  # as the gate of a linear without one
-                # Every rank has the same full value (none on the meta device): no broadcast.
-                sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
-                owner.register_parameter(leaf, nn.Parameter(sharded))
-        for name, build in self.edges.items():
-            module.get_submodule(name)  # raises for a name that no module has
-            module.register_module(name, build(device_mesh))
+            parameter = module.get_parameter(name)
+            # Every rank has the same full value (none on the meta device): no broadcast.
+            sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded))
         return module
 
 
-Styles = dict[str, EdgeParallel]  # by module; ``*`` stands for every block
+class Plan(OneDevice):
+    """A plan; this one's ends are for a residual stream that every rank has whole, or by tokens."""
 
-
-@dataclass(frozen=True)
-class Plan:
-    """A tensor-parallel plan: its function, and what must be known without a model."""
-
-    split: Callable[[LlamaArgs, TPSettings], Styles]
     # Of the linears. If A is Shard(0), a rank holds r/T features of its latents, and sends these
     # to the next stage.
-    attention: Factors
-    feed_forward: Factors
-    low_rank: bool = True  # whether it splits factorised linears, or dense ones
-    lanes: bool = False  # whether it is for models with CAAT-Net's lanes
-    # Whether a rank holds d/T features of the residual stream and of the norms' weights in the
-    # blocks, and sends them to the next stage.
-    shards_stream: bool = False
-    shards_heads: bool = True  # whether a rank computes its share of the heads, or all heads
-    choices: Set[str] = frozenset()  # fields of `TPSettings` with an effect
+    attention: ClassVar[Factors]
+    feed_forward: ClassVar[Factors]
+    low_rank: ClassVar[bool] = True  # whether it splits factorised linears, or dense ones
+    lanes: ClassVar[bool] = False  # whether it is for models with CAAT-Net's lanes
+    # Whether a rank holds d/T features of the residual stream and of the norms' weights, and sends
+    # them to the next stage.
+    shards_stream: ClassVar[bool] = False
+    shards_heads: ClassVar[bool] = True  # whether a rank computes its share of the heads, or all
+    choices: ClassVar[Set[str]] = frozenset()  # fields of `TPSettings` with an effect
+    keeps_factors = False
 
-    def widths(self, args: LlamaArgs) -> dict[str, int]:
+    def __init__(self, args: LlamaArgs, settings: TPSettings, ranks: Ranks) -> None:
+        self.args, self.settings, self.ranks = args, settings, ranks
+        self.sequence = settings.comm == "sequence"  # whether tokens are sharded between groups
+
+    @classmethod
+    def placement(cls, name: str) -> Placement:
+        """Return where a parameter stands, by its name in the model."""
+        if name == "tok_embeddings.weight":
+            return Shard(1)
+        if name == "output.weight":
+            return Shard(0)
+        if name.endswith("norm.weight"):
+            return Shard(0) if cls.shards_stream else Replicate()
+        if name.endswith(".gate"):
+            return Replicate()
+        first, second = cls.attention if ".attention." in name else cls.feed_forward
+        ends = (".B.weight",) if cls.low_rank else (".wo.weight", ".w2.weight")
+        return second if name.endswith(ends) else first
+
+    @classmethod
+    def styles(cls, parameters: Iterable[str]) -> dict[str, ParallelStyle]:
+        """Return the plan of `parallelize_module`: a style for each module with parameters."""
+        found: dict[str, Placed] = defaultdict(Placed)
+        for name in parameters:
+            module, _, parameter = name.rpartition(".")
+            found[module].placements[parameter] = cls.placement(name)
+        return {**found}
+
+    @classmethod
+    def widths(cls, args: LlamaArgs) -> dict[str, int]:
         """Return the widths of sharded dimensions, which T must divide, by name."""
         widths: dict[str, int] = {}
-        if self.shards_heads:
+        if cls.shards_heads:
             widths |= {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
         widths["dim"] = args.dim  # of the embedding, in every plan
-        if self._shards_outside(self.attention):
-            widths["kv_dim"] = args.kv_dim
-        if self._shards_outside(self.feed_forward):
-            widths["ffn_dim"] = args.ffn_dim
+        for group, factors in (("attention", cls.attention), ("ffn", cls.feed_forward)):
+            # The ranks split d_in of A or d_out of B; at full rank, the width of a pair.
+            outside = ROW_COLUMN if cls.low_rank else COLUMN_ROW
+            if factors[0] == outside[0] or factors[1] == outside[1]:
+                name = "kv_dim" if group == "attention" else "ffn_dim"
+                widths[name] = getattr(args, name)
+            if cls.low_rank and (factors[0] == Shard(0) or factors[1] == Shard(1)):
+                widths[f"rank_{group}"] = getattr(args, f"rank_{group}")
         widths["vocab_size"] = args.vocab_size  # of the head, in every plan
-        if self._shards_rank(self.attention):
-            widths["rank_attention"] = args.rank_attention
-        if self._shards_rank(self.feed_forward):
-            widths["rank_ffn"] = args.rank_ffn
         return widths
 
-    def _shards_outside(self, factors: Factors) -> bool:
-        """Whether the ranks split d_in of A or d_out of B; at full rank, the width of a pair."""
-        first, second = ROW_COLUMN if self.low_rank else COLUMN_ROW
-        return factors[0] == first or factors[1] == second
+    def embed(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look (b, s) up in weight (V, d/T), Shard(1): (b, s, d), or (b, s/T, d), Shard(1)."""
+        x = gather_from_ranks(super().embed(tokens, embedding), self.ranks)  # (b, s, d)
+        return scatter_to_ranks(x, self.ranks, TOKENS) if self.sequence else x
 
-    def _shards_rank(self, factors: Factors) -> bool:
-        """Whether the ranks split r of A or of B."""
-        return self.low_rank and (factors[0] == Shard(0) or factors[1] == Shard(1))
+    def gates(self, linears: Sequence[LowRankLinear]) -> list[Tensor | None]:
+        """Return LaX's gates, whose gradients are summed if a rank holds a part of each latent."""
+        # In shards along r or the tokens.
+        gates = {i: local(m.gate) for i, m in enumerate(linears) if m.gate is not None}
+        if gates and (self.sequence or self.attention[0] == Shard(0)):
+            # One collective for the group.
+            copies = copy_to_ranks(torch.cat(list(gates.values())), self.ranks).split(1)
+            gates = dict(zip(gates, copies, strict=True))
+        return [gates.get(i) for i in range(len(linears))]
 
+    def head(
+        self, x: Tensor, norm: nn.Module, output: OutputProjection, targets: Tensor | None
+    ) -> Tensor:
+        """Return logits (b, s, V), or with targets (b, s), replicated, the loss (`linear_loss`)."""
+        # The weight is (V/T, d), Shard(0). The loss sends the log-sum-exps of every chunk of
+        # tokens, and itself.
+        weight = local(output.weight)
+        x = self.normalized(x, norm)
+        if targets is not None:
+            return linear_loss(x, weight, targets, self.ranks)
+        return gather_from_ranks(self.scores(x, weight), self.ranks)
 
-def on_ranks(edge: Callable[..., nn.Module], **options: Any) -> EdgeFactory:
-    """Return a factory of an edge, given its options."""
-    return lambda mesh: edge(Ranks.of(mesh), **options)
-
-
-def low_rank_blocks(
-    args: LlamaArgs, plan: Plan, down: EdgeFactory, up: EdgeFactory, mix: EdgeFactory | None = None
-) -> Styles:
-    """Return placements and edges of low-rank blocks: every A and B, and the norms' weights."""
-    # ``down`` applies A of a group, ``up`` σ and B; ``mix`` is for families with carried latents.
-    group = {"down": down, "up": up}
-    if mix is not None and args.model_family.carries_latents:
-        group["mix"] = mix
-    norm = {"weight": Shard(0) if plan.shards_stream else Replicate()}
-    styles: Styles = {
-        "layers.*.attention_norm": EdgeParallel(norm),
-        "layers.*.attention.qkv": EdgeParallel(edges=group),
-        "layers.*.attention.o": EdgeParallel(edges=group),
-        "layers.*.ffn_norm": EdgeParallel(norm),
-        "layers.*.feed_forward.gate_up": EdgeParallel(edges=group),
-        # The edge of `out` has σ(gate) · up as one input; `SwigluFactors` would pass it two.
-        "layers.*.feed_forward": EdgeParallel(edges={"swiglu": lambda _: Swiglu(args.outer_silu)}),
-        "layers.*.feed_forward.out": EdgeParallel(edges=group),
-    }
-    for names, (a, b) in ((ATTENTION, plan.attention), (FEED_FORWARD, plan.feed_forward)):
-        factors: dict[str, Placement] = {"A.weight": a, "B.weight": b, "gate": Replicate()}
-        for name in names:
-            styles[f"layers.*.{name}"] = EdgeParallel(factors)
-    return styles
+    def normalized(self, x: Tensor, norm: Any) -> Tensor:
+        """Return the normalized stream (b, s, d), replicated; its gradient is summed over ranks."""
+        return copy_to_ranks(normalize(x, norm), self.ranks)
 
 
-def dense_blocks(plan: Plan, first: EdgeFactory, second: EdgeFactory) -> Styles:
-    """Return placements and edges of full-rank blocks, which are two pairs of linears."""
-    # ``first`` is the edge of q, k, v and of gate, up; ``second`` that of o and of down.
-    styles: Styles = {
-        "layers.*.attention_norm": EdgeParallel({"weight": Replicate()}),
-        "layers.*.attention.qkv": EdgeParallel(edges={"product": first}),
-        "layers.*.attention.o": EdgeParallel(edges={"product": second}),
-        "layers.*.ffn_norm": EdgeParallel({"weight": Replicate()}),
-        "layers.*.feed_forward.gate_up": EdgeParallel(edges={"product": first}),
-        "layers.*.feed_forward.out": EdgeParallel(edges={"product": second}),
-    }
-    for names, (opening, closing) in (
-        (ATTENTION, plan.attention),
-        (FEED_FORWARD, plan.feed_forward),
-    ):
-        for name in names:
-            placement = closing if name == names[-1] else opening  # o, down
-            styles[f"layers.*.{name}"] = EdgeParallel({"weight": placement})
-    return styles
-
-
-def model_ends(
-    embed: EdgeFactory,
-    head: EdgeFactory,
-    norm: Placement = Replicate(),  # noqa: B008
-) -> Styles:
-    """Return both ends of the model: the embedding sharded along d, the head along V."""
-    # ``norm`` is the placement of the final norm's weight.
-    return {
-        "tok_embeddings": EdgeParallel({"weight": Shard(1)}, {"embed": embed}),
-        "norm": EdgeParallel({"weight": norm}),
-        "output": EdgeParallel({"weight": Shard(0)}, {"head": head}),
-    }
+def normalize(x: Tensor, norm: Any, ranks: Ranks | None = None) -> Tensor:
+    """Normalize whole features (..., d) with a replicated weight (d,)."""
+    # The gradient of the kernel is that of this rank's stream. It is summed over ``ranks``, whose
+    # streams differ (token shards, lanes); None is for a replicated stream.
+    weight = local(norm.weight)
+    if ranks is not None:
+        weight = copy_to_ranks(weight, ranks)
+    return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)

@@ -2,61 +2,56 @@
 """The tensor-parallel plans by name, the settings that a run has, and how a plan is applied."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.one_device import use_plan
 from torchtitan_lr.parallel.btp import BTP
-from torchtitan_lr.parallel.caat import CAAT
-from torchtitan_lr.parallel.megatron import MEGATRON, VANILLA, VANILLA_REPLICATED
+from torchtitan_lr.parallel.megatron import CAAT, Megatron, Vanilla, VanillaReplicated
 from torchtitan_lr.parallel.plan_parts import Plan, TPSettings
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
-PLANS: dict[str, Plan] = {
+PLANS: dict[str, type[Plan]] = {
     "btp": BTP,
-    "vanilla": VANILLA,
-    "vanilla_replicated": VANILLA_REPLICATED,
-    "megatron": MEGATRON,
+    "vanilla": Vanilla,
+    "vanilla_replicated": VanillaReplicated,
+    "megatron": Megatron,
     "caat": CAAT,
 }
 """Plans by name; modules from outside add theirs."""
 
 
-def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelStyle]:
-    """Return the styles of a model or of one pipeline stage, for ``parallelize_module``."""
-    args: LlamaArgs = model.model_args  # type: ignore[assignment]
-    styles = PLANS[settings.plan].split(args, settings)
-    # `parallelize_module` warns of names that a stage does not have.
-    stage = {name for name, child in model.named_children() if child is not None}
-    return {name: style for name, style in styles.items() if name.split(".")[0] in stage}
-
-
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
-    """Turn a model's parameters into DTensors and its edges into those of a plan, in place."""
-    # The model has no wrapper yet; it is on the meta device, or the same on every rank.
+    """Turn a model's parameters into DTensors and let it apply them by a plan, in place."""
+    # The model, or one pipeline stage, has no wrapper yet; it is on the meta device, or the same on
+    # every rank.
     if tp_mesh.size() == 1:
         return
-    parallelize_module(model, tp_mesh, build_tp_plan(model, settings), src_data_rank=None)
-    left = [name for name, p in model.named_parameters() if not hasattr(p, "placements")]
-    if left:
-        raise RuntimeError(f"the tensor-parallel plan does not place {', '.join(left)}")
+    args: LlamaArgs = model.model_args  # type: ignore[assignment]
+    plan = PLANS[settings.plan](args, settings, Ranks.of(tp_mesh))
+    names = [name for name, _ in model.named_parameters()]
+    parallelize_module(model, tp_mesh, plan.styles(names))
+    use_plan(model, plan)
 
 
 def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
     """Resolve the settings of ``[parallelism]`` for a run, for the sequences it has."""
     # The only place that does so, a pure function of the configuration: checks and estimates call
     # it before a rank exists, and on a rank whoever gets the configuration alone.
-    section, training = job_config.parallelism, job_config.training
+    section: Any = job_config.parallelism
+    training = job_config.training
     # fp32 is summed in fp32 anyway.
     half = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize < 4
-    settings = TPSettings.read(
-        section,
-        loss_parallel=not section.disable_loss_parallel,
-        wide_sums=half and args.lanes > 1 and args.backward_sum == "float32",
+    wide_sums = half and args.lanes > 1 and args.backward_sum == "float32"
+    settings = TPSettings(
+        section.tp_plan, section.tp_grouping, section.tp_norm, section.tp_comm, wide_sums
     )
     rows = [training.seq_len]
     if job_config.validation.enable:

@@ -7,7 +7,7 @@ gradients are too large by the number of tokens. Here the loss function divides.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,6 @@ from torchtitan_lr.compat.pipelining import (
     forward_only,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import head_computes_loss
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import Boundary, stage_boundary, tp_settings
@@ -132,6 +131,7 @@ class Pipeline:
 
     job_config: JobConfig
     args: LlamaArgs
+    settings: TPSettings
     device: torch.device
     group: Any
     loss_fn: LossFunction  # the sum over tokens
@@ -145,12 +145,6 @@ class Pipeline:
         """Return a micro-batch's share of the loss: its token sum divided by ``tokens``."""
         loss: Tensor = self.loss_fn(prediction, labels) / self.tokens
         return loss
-
-    @cached_property
-    def settings(self) -> TPSettings:
-        """The run's tensor-parallel settings."""
-        degree = self.job_config.parallelism.tensor_parallel_degree
-        return tp_settings(self.job_config, self.args, degree)
 
     def boundaries(self, seq_len: int) -> list[Boundary]:
         """Return the boundaries between the stages, for sequences of ``seq_len``."""
@@ -172,16 +166,14 @@ class Pipeline:
             for boundary in self.boundaries(seq_len)
         ]
         tokens = empty((batch, seq_len), dtype=torch.int64)
-        output = empty((batch, seq_len, self.args.vocab_size), dtype=dtype)
-        if head_computes_loss(self.job_config):
-            output = empty((), dtype=torch.promote_types(dtype, torch.float32))
+        loss = empty((), dtype=torch.promote_types(dtype, torch.float32))
         stage = Stage(
             part,
             index,
             len(messages) + 1,
             self.device,
             input_args=[tokens, *messages][index],
-            output_args=[*messages, output][index],
+            output_args=[*messages, loss][index],
             group=self.group,
         )
         stage.enable_reductions = lambda: synchronize_gradients([part], self.is_last_round)
@@ -252,26 +244,25 @@ def pipeline_llama(
     # Returns the pipeline, this rank's parts of the model, and whether they include the first and
     # the last stage.
     args, group = cast(LlamaArgs, model_args), parallel_dims.get_mesh("pp").get_group()
-    pipeline = Pipeline(job_config, args, device, group, loss_fn)
+    settings = tp_settings(job_config, args, parallel_dims.tp)
+    pipeline = Pipeline(job_config, args, settings, device, group, loss_fn)
     size = job_config.parallelism.pipeline_parallel_microbatch_size
     seq_len = job_config.training.seq_len // parallel_dims.cp
-    indices: list[int] = []
 
     # torchtitan also passes the stages' number, device and group, which `pipeline` knows.
     def build(part: nn.Module, index: int, stages: int, device: torch.device, group: Any) -> Stage:
-        indices.append(index)
+        pipeline.parts[index] = part
         return pipeline.build_stage(part, index, size, seq_len)
 
-    boundaries = pipeline.boundaries(seq_len)
     with stages_built_by(build):
         schedule, model_parts, has_first, has_last = pipeline_llm(
             model, parallel_dims, job_config, device, model_args, parallelize_fn, pipeline.loss
         )
     pipeline.schedule = schedule
-    for index, part in zip(indices, model_parts, strict=True):
-        pipeline.parts[index] = part
-        before = boundaries[index - 1] if index > 0 else None
-        pack_messages(part, before, boundaries[index] if index < len(boundaries) else None)
+    # None in front of the first stage and behind the last one.
+    boundaries = [None, *pipeline.boundaries(seq_len), None]
+    for index, part in pipeline.parts.items():
+        pack_messages(part, boundaries[index], boundaries[index + 1])
     return pipeline, model_parts, has_first, has_last
 
 

@@ -1,18 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchtitan's parts of a trainer: checkpoints, loader, metrics, optimizers, schedules."""
+"""torchtitan's trainer and its parts: checkpoints, loader, metrics, optimizers, schedules."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torchtitan.components.metrics as titan_metrics
+import torchtitan.train as titan_train
 from torchtitan.components.checkpoint import DATALOADER as DATALOADER
 from torchtitan.components.checkpoint import MODEL as MODEL
 from torchtitan.components.checkpoint import AsyncMode as AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint import ModelWrapper as ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader as BaseDataLoader
-from torchtitan.components.dataloader import DataloaderExhaustedError as DataloaderExhaustedError
 from torchtitan.components.lr_scheduler import LRSchedulersContainer as LRSchedulersContainer
 from torchtitan.components.lr_scheduler import build_lr_schedulers as build_lr_schedulers
 from torchtitan.components.metrics import BaseLogger as BaseLogger
@@ -21,6 +22,9 @@ from torchtitan.components.metrics import TensorBoardLogger as TensorBoardLogger
 from torchtitan.components.metrics import WandBLogger as WandBLogger
 from torchtitan.components.optimizer import OptimizersContainer as OptimizersContainer
 from torchtitan.components.optimizer import build_optimizers as build_optimizers
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.train import Trainer as Trainer
 
 
 def without_loggers() -> AbstractContextManager[Any]:
@@ -50,3 +54,30 @@ class TitanCheckpointHooks(CheckpointManager):
     states_to_load = CheckpointManager._states_to_load  # the model's alone, or all wanted ones
     # All states, with the model's at the top level.
     flattened_states = CheckpointManager._flattened_model_states_sd
+
+
+@contextmanager
+def trainer_parts(manager: type[CheckpointManager]) -> Iterator[None]:
+    """Make torchtitan's Trainer use another checkpoint manager and no autocast."""
+    # The FSDP2 wrapper applies mixed precision at every world size (see `apply_data_parallel`).
+    # Every rank receives the loss, so the check that a pipeline schedule shows the loss is
+    # disabled. Replaces ``CheckpointManager`` and ``ensure_pp_loss_visible`` in
+    # ``torchtitan.train``, ``maybe_enable_amp`` in ``torchtitan.distributed.utils``. If upstream
+    # renames one, this raises an AttributeError.
+    with (
+        patch.object(titan_train, "CheckpointManager", manager),
+        patch.object(titan_train, "ensure_pp_loss_visible", lambda *_: None),
+        patch.object(dist_utils, "maybe_enable_amp", lambda *_: nullcontext()),
+    ):
+        yield
+
+
+@contextmanager
+def profilers(job_config: Any, step: int) -> Iterator[list[Any]]:
+    """Run the profilers of ``[profiling]`` from a step on; call ``step()`` of each per step."""
+    where = {"global_step": step, "base_folder": job_config.job.dump_folder}
+    with (
+        maybe_enable_profiling(job_config.profiling, **where) as times,
+        maybe_enable_memory_snapshot(job_config.profiling, **where) as memory,
+    ):
+        yield [profiler for profiler in (times, memory) if profiler is not None]

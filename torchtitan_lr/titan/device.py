@@ -6,30 +6,16 @@ rebinds torchtitan's names, never torch's; with an accelerator only unknown devi
 """
 
 import ctypes
-import importlib
 import math
 import os
 import platform
 import resource
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torchtitan.tools.utils as titan_utils
-
-DEVICE_HOLDERS = (
-    "torchtitan.tools.utils",
-    "torchtitan.tools.profiling",
-    "torchtitan.components.metrics",
-    "torchtitan.distributed.parallel_dims",
-    "torchtitan.distributed.utils",
-)
-"""The modules of torchtitan 0.2.2 that bind ``device_type`` or ``device_module`` at import.
-
-A module missing from this list would try to use a GPU on a machine without one. A test searches for
-such modules.
-"""
 
 UNKNOWN_PEAK = 312e12
 """The result of torchtitan's `get_peak_flops` for an unknown device (an A100's peak)."""
@@ -46,9 +32,8 @@ _MALLOC_VARIABLES = {"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOL
 def _cpu_memory_stats(_: object = None) -> dict[str, int]:
     """Return the peak resident set size of this process in bytes, under torchtitan's keys."""
     # The kernel keeps one peak per process lifetime, so nothing can reset it.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
-    same = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak_bytes)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    same = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak)
     return same | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
@@ -99,13 +84,18 @@ def bind_device() -> str:
     # with an A100's peak; a test fails first.
     setattr(titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)
     if not has_accelerator():
-        for name in DEVICE_HOLDERS:
-            module = importlib.import_module(name)
-            for attribute, value in (("device_type", "cpu"), ("device_module", CPU_DEVICE)):
-                if hasattr(module, attribute):
-                    setattr(module, attribute, value)
+        for module, name in device_holders():
+            setattr(module, name, "cpu" if name == "device_type" else CPU_DEVICE)
         keep_freed_memory()
     return device_type()
+
+
+def device_holders() -> list[tuple[ModuleType, str]]:
+    """Return the loaded modules of torchtitan that bind its device, with the names there."""
+    # Modules that are loaded later copy the name of `titan_utils`.
+    names = ("device_type", "device_module")
+    ours = [module for key, module in sys.modules.items() if key.startswith("torchtitan.")]
+    return [(module, name) for module in ours for name in names if name in vars(module)]
 
 
 def device_type() -> str:

@@ -8,17 +8,15 @@ contents. Before a load, it compares the files with the record of their save, an
 in the folder until then.
 """
 
-import functools
 import glob
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,19 +25,17 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan_lr.agreement import from_first_rank
-from torchtitan_lr.checkpoints import folders, safe_metadata
-from torchtitan_lr.checkpoints.record import DamagedError, Identity, Record, describe
-from torchtitan_lr.checkpoints.resume import Start, check_start, start_of
-from torchtitan_lr.checkpoints.saving import (
-    SavePlanner,
-    StepWriter,
-    all_finite,
-    read_once,
-    verified,
-    write_record,
+from torchtitan_lr.agreement import first_rank_with, from_first_rank
+from torchtitan_lr.checkpoints import folders, safe_metadata, saving
+from torchtitan_lr.checkpoints.record import (
+    DamagedError,
+    Identity,
+    Record,
+    Start,
+    check_start,
+    describe,
+    start_of,
 )
-from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import RunFailedError
@@ -47,67 +43,43 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import MODEL, AsyncMode, TitanCheckpointHooks
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-_LONG = 0.1  # seconds of waiting that the console shows
-
-
-def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
-    """Let a save that fails, here or in the background, raise its cause in one line.
-
-    DCP's own exception derives from BaseException: no ``except Exception`` reports it.
-    """
-
-    @functools.wraps(save)
-    def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        try:
-            return save(*args, **options)
-        except CheckpointException as error:
-            raise RunFailedError(f"a checkpoint cannot be written ({_cause(error)})") from error
-
-    return wrapped
+@contextmanager
+def _told() -> Iterator[None]:
+    """Let a save that fails, here or in the background, raise its cause in one line."""
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException: no ``except Exception`` reports it
+        raise RunFailedError(f"a checkpoint cannot be written ({_cause(error)})") from error
 
 
 class CheckpointManager(TitanCheckpointHooks):
-    """DCP checkpoints of model, optimizer, schedule, data position and train state.
-
-    Attributes:
-        identity: What the run's states belong to; saved with them and compared on loading.
-        run: The run's record, which every saved step has.
-        before_save: Called before each save; an exception prevents it.
-        resumed: The record of the own step that was loaded.
-        excluded: Its states that were not loaded.
-    """
+    """DCP checkpoints of model, optimizer, schedule, data position and train state."""
 
     async_mode: AsyncMode
     sd_adapter: Any
     stager: Any
-    _last_saved: str | None = None
+    _last_saved: str | None = None  # a path: hosts may see different states of a shared folder
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
-        self.identity: Identity = {}
-        self.run: Mapping[str, Any] = {}
-        self.resumed: Record | None = None
-        self.excluded: list[str] = []
+        self.identity: Identity = {}  # of the run's states: saved with them, compared on loading
+        self.run: Mapping[str, Any] = {}  # the run's record, which every saved step has
+        self.resumed: Record | None = None  # the record of the own step that was loaded
+        self.excluded: list[str] = []  # its states that were not loaded
+        # Called before each save; an exception prevents it.
+        self.before_save: Callable[[], None] = lambda: None
         self._section, self._dump_folder = checkpoint_config, str(parts.get("base_folder", ""))
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
-        self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
-        self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
-        if self.enable and self.async_mode == AsyncMode.ASYNC:
-            # In its other mode upstream waits for what a stager copies, and takes any stager.
-            self.async_mode = AsyncMode.ASYNC_WITH_PINNED_MEM
-            self.stager = BackgroundStager()  # type: ignore[abstract]  # torch's has a body
 
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""
         super().close()
         self._deletions.shutdown()
 
-    @_tells_why
+    @_told()
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if the step is due, and purge after the last step too, which upstream does not."""
         started = time.perf_counter()
@@ -120,19 +92,6 @@ class CheckpointManager(TitanCheckpointHooks):
             console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
-
-    @_tells_why
-    def maybe_wait_for_staging(self) -> None:
-        """Wait until a background save has copied the states; call it before they change.
-
-        The optimizer changes most of them, and a compressor its residual during backward.
-        """
-        if not (self.enable_staging and self.staging):
-            return
-        started = time.perf_counter()
-        super().maybe_wait_for_staging()
-        if (waited := time.perf_counter() - started) >= _LONG:
-            console.info("%s: a step waited %.1f s for its copy", self._last_saved, waited)
 
     @torch.no_grad()
     def dcp_save(
@@ -153,27 +112,26 @@ class CheckpointManager(TitanCheckpointHooks):
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
             finite = _finite_weights(self.states[MODEL].model)
-            write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
+            saving.write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
             return None
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         record = Record(self._states_of(state_dict), self.run)
-        writer = StepWriter(checkpoint_id, record, weights=weights)
+        writer = saving.StepWriter(checkpoint_id, record, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer, planner=SavePlanner())
+            dcp.save(state_dict, storage_writer=writer, planner=saving.SavePlanner())
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
         os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
         way = AsyncCheckpointerType.THREAD
-        if not isinstance(self.stager, BackgroundStager):
-            # torch's stager, whose pinned memory a process can share, does not wait for the step
-            # itself.
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            # torch's stager, whose memory a process can share, does not wait for the step itself.
             torch.accelerator.current_stream().synchronize()
             way = AsyncCheckpointerType.PROCESS
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
-            planner=SavePlanner(),
+            planner=saving.SavePlanner(),
             process_group=self.pg,
             async_checkpointer_type=way,
             async_stager=self.stager,
@@ -204,10 +162,6 @@ class CheckpointManager(TitanCheckpointHooks):
             GarbageCollection.collect("GC collection for checkpoint loading.")
             without = f" without {', '.join(self.excluded)}" if self.excluded else ""
             console.info("Loaded %s%s.", start.folder, without)
-            if start.step != -1 and self._section.initial_load_path:
-                console.info(
-                    "checkpoint.initial_load_path is not read: the run has steps of its own."
-                )
             if not start.left_out and self._section.exclude_from_loading:
                 what = "checkpoint.exclude_from_loading acts with checkpoint.load_step, or on "
                 console.info(what + "another run's weights: all states are loaded")
@@ -226,13 +180,13 @@ class CheckpointManager(TitanCheckpointHooks):
         try:
             # Weights in Hugging Face's format may be of another program.
             if not start.in_hf or from_first_rank(folders.is_complete(folder)):
-                record = verified(folder)
+                record = saving.verified(folder)
             if start.in_hf:
                 return self.dcp_load(states, folder, from_hf=True, from_quantized=False)
             assert record is not None
             check_start(start, record, self.identity, self._dump_folder)
-            metadata = read_once(safe_metadata.read_metadata, folder)
-            safe_metadata.load(states, folder, metadata=metadata)
+            metadata = saving.read_once(safe_metadata.read_metadata, folder)
+            safe_metadata.load(states, folder, metadata)
         except (DamagedError, CheckpointException) as error:  # the latter is no Exception
             cause = error if isinstance(error, DamagedError) else _cause(error)
             want = f"a whole one of this model ({cause})"
@@ -257,38 +211,34 @@ class CheckpointManager(TitanCheckpointHooks):
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{folders.DISCARDED}*")):
             self._deletions.submit(shutil.rmtree, leftover, ignore_errors=True)
 
-    @_tells_why
+    @_told()
     def save_interrupted(self, step: int) -> str | None:
         """Save all of ``step``, also of the last one; return its folder, None if none is saved."""
         if not self.enable or self.load_only:
             return None
         folder = self.checkpoint_folder(step)
         self.wait_for_save()
-        # Compare with a remembered path: hosts may see different states of a shared folder.
         if folder != self._last_saved:
             states = self.flattened_states()
             self.dcp_save(states, folder, AsyncMode.DISABLED)
             self._purge_stale_checkpoints()
         return folder
 
-    @_tells_why
-    def newest(self, finite: bool = False) -> str | None:
-        """Wait for a background save, and return the newest complete checkpoint's folder, if any.
+    @_told()
+    def newest(self) -> str | None:
+        """Wait for a background save; return the folder of the step that a resume begins with.
 
-        Call it on every rank; the first one reads. With ``finite``, its weights must be: a step
-        with a finite loss and gradient may still make them non-finite.
+        Its weights are finite: a step with a finite loss and gradient may still spoil them. Call it
+        on every rank.
         """
         if not self.enable:
             return None
         self.wait_for_save()
-        return read_once(partial(self._newest_in, finite=finite), self.folder)
-
-    def _newest_in(self, folder: str | Path, finite: bool) -> str | None:
-        for step in reversed(folders.complete_steps(folder)):
-            found = folders.step_folder(folder, step)
-            if not finite or folders.is_finite(found):
-                return found
-        return None
+        found = None
+        if self._first and (step := folders.newest_step(self.folder)) != -1:
+            folder = self.checkpoint_folder(step)
+            found = folder if folders.is_finite(folder) else None
+        return from_first_rank(found)
 
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or not self._first:
@@ -314,7 +264,4 @@ def _cause(error: CheckpointException) -> str:
 def _finite_weights(model_parts: Iterable[nn.Module]) -> bool:
     """Return whether every parameter on every rank has a finite norm; call it on every rank."""
     weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
-    finite = torch.tensor(all_finite(weights), dtype=torch.int32, device=weights[0].device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-    return bool(finite.item())
+    return first_rank_with(None if saving.all_finite(weights) else "not finite") is None

@@ -8,7 +8,7 @@ are labels.
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,41 +22,26 @@ from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan import IGNORE_INDEX
 
+Tokens = npt.NDArray[np.integer[Any]]
 
-class Document(NamedTuple):
-    """An encoded document or pair."""
-
-    tokens: npt.NDArray[np.integer[Any]]
-    """Its ids (n,), with those that surround a document in training."""
-    num_bytes: int = 0
-    """Bytes of its text in UTF-8; of a pair they are counted from its answers."""
-    targets: npt.NDArray[np.integer[Any]] | None = None
-    """For a pair, 1 for the tokens of an answer (n,)."""
+Document = tuple[Tokens, int, Tokens | None]
+"""A document or a pair: ids (n,), with those that surround it in training; bytes of its text in
+UTF-8, 0 for a pair, whose answers are counted; 1 for the tokens of a pair's answers (n,)."""
 
 
 class EvaluationSet:
-    """Batches of a text, read from its start in one pass; nothing but a batch is in memory.
+    """Batches of a text, read from its start in one pass; nothing but a batch is in memory."""
 
-    Args:
-        documents: Reads the text from its start; called in each pass.
-        decode: Token ids to text, for the bytes of pairs.
-        seq_len: Tokens per window, the longest context of a label.
-        batch_size: Windows per batch; the last batch may have fewer.
-        mask_documents: Whether documents are kept apart.
-    """
-
-    num_documents: int
-    """Documents read so far."""
-    num_bytes: int
-    """Bytes of their text in UTF-8."""
+    num_documents: int  # read so far
+    num_bytes: int  # of their text in UTF-8
 
     def __init__(
         self,
-        documents: Callable[[], Iterator[Document]],
-        decode: Callable[[list[int]], str],
-        seq_len: int,
-        batch_size: int,
-        mask_documents: bool = False,
+        documents: Callable[[], Iterator[Document]],  # reads the text from its start, in each pass
+        decode: Callable[[list[int]], str],  # for the bytes of pairs
+        seq_len: int,  # tokens per window, the longest context of a label
+        batch_size: int,  # windows per batch; the last batch may have fewer
+        mask_documents: bool = False,  # whether documents are kept apart
     ) -> None:
         self._documents, self._decode = documents, decode
         self._seq_len, self._batch_size, self._apart = seq_len, batch_size, mask_documents
@@ -98,21 +83,16 @@ class EvaluationSet:
 
 
 def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iterator[Document]:
-    """Read and encode one part of a source, document by document.
-
-    Raises:
-        ConfigError: The source does not exist.
-        DataError: A file or a record is unreadable.
-    """
+    """Read and encode one part of a source, document by document."""
     reader = Reader(source)
     pairs = PairEncoder(tokenizer) if reader.pairs else None
     for text in reader.texts(held_out):
         if pairs is None:
             ids = np.array(tokenizer.encode(text, add_bos=True, add_eos=True), dtype=np.int64)
-            yield Document(ids, len(text.encode("utf-8", errors="replace")))
+            yield ids, len(text.encode("utf-8", errors="replace")), None
         else:
             pair = pairs.encode(text)
-            yield Document(np.maximum(pair, ~pair), 0, (pair >= 0).astype(np.int64))
+            yield np.maximum(pair, ~pair), 0, (pair >= 0).astype(np.int64)
 
 
 @torch.inference_mode()

@@ -2,7 +2,6 @@
 """Pictures: their common parts, a run's curve, and the losses of several runs."""
 
 import itertools
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,27 +13,30 @@ from torchtitan_lr.training.history import TRAIN_LOSS, train_loss
 
 History = list[dict[str, Any]]
 
-_TRAIN, _VALIDATION, _RATE = "tab:blue", "tab:orange", "tab:green"
-
 DPI = 160  # with widths of about 7 inches, text of 8 points and more is legible at half width
 
 WIDTH, HEIGHT = 6.6, 4.0
-"""Inches of a picture with one panel; its legend comes on top of the height."""
+"""Inches of a picture with one panel; its legend is added below."""
 
 TITLE, TEXT = 10, 8  # sizes of the letters, in points
 THICK: dict[str, Any] = {"linewidth": 1.6}  # a smoothed or fitted line
 THIN: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.4}  # the values as they were logged
 DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}  # single measurements
-_LABEL_LETTERS = 90  # a longer label is broken into lines
 
-_UNLABELED = re.compile(r"_(child\d+|container\d+|nolegend_)")
-"""What matplotlib calls lines and bars without a label; a run's folder may begin with "_" too."""
-
-_MOST_COLUMNS = 4
+_LINE_LETTERS = 90  # of a legend; a longer label is broken into lines
 
 SMOOTHED_POINTS = 20  # a smoothed curve averages over 1/20 of its points, at least over three
 
-Series = tuple[list[float], list[float]]
+_COLORS = (
+    *("black", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown"),
+    *("tab:pink", "tab:olive", "tab:cyan", "tab:gray", "navy", "gold", "lime", "darkred"),
+    *("plum", "teal"),
+)
+
+
+def colors_of(names: Sequence[str]) -> dict[str, str]:
+    """Return the colours of the methods of one picture, in their order; after 17 they repeat."""
+    return dict(zip(dict.fromkeys(names), itertools.cycle(_COLORS), strict=False))
 
 
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
@@ -55,34 +57,25 @@ def finish(figure: Any, path: Path, title: str = "") -> None:
     """
     handles: dict[str, Any] = {}
     for axes in figure.axes:
-        # Not `get_legend_handles_labels`, which leaves out every label that begins with "_".
-        for artist in (*axes.lines, *axes.patches, *axes.collections, *axes.containers):
-            label = artist.get_label()
-            if label and not _UNLABELED.fullmatch(label):
-                handles.setdefault(textwrap.fill(label, _LABEL_LETTERS), artist)
+        for artist, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(textwrap.fill(label, _LINE_LETTERS), artist)
     figure.set_layout_engine("constrained")
     if title:
         figure.suptitle(title, fontsize=TITLE, parse_math=False)
-    for columns in range(min(len(handles), _MOST_COLUMNS), 0, -1):
-        legend = figure.legend(
-            handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=TEXT
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-        box = legend.get_window_extent()
-        if columns == 1 or box.width <= figure.bbox.width:
-            figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
-            break
-        legend.remove()
+    columns = _LINE_LETTERS // (max(map(len, handles), default=0) + 8)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "fontsize": TEXT}
+    legend = figure.legend(handles.values(), handles, ncols=max(1, columns), **below)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(path)
+        figure.savefig(path, bbox_inches="tight")
     except OSError as error:  # a full disk: a failed write names no file
         error.filename = str(path)
         raise
 
 
-def series(history: History, key: str) -> Series:
+def series(history: History, key: str) -> tuple[list[float], list[float]]:
     """Return the steps that have a value, and their values."""
     points = [(r["step"], r[key]) for r in history if r.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
@@ -121,11 +114,10 @@ def finish_axes(axes: Any, history: History) -> None:
 
 
 def draw_losses(
-    axes: Any, history: History, color: str, dots: str, name: str, dots_name: str
+    axes: Any, history: History, color: str, dots: str, name: str, dots_name: str = ""
 ) -> None:
     """Draw a run's training loss, each logged mean and smoothed, and its validation as dots."""
-    known = [record for record in history if train_loss(record) is not None]
-    steps, losses = series([r | {TRAIN_LOSS: train_loss(r)} for r in known], TRAIN_LOSS)
+    steps, losses = series([r | {TRAIN_LOSS: train_loss(r)} for r in history], TRAIN_LOSS)
     axes.plot(steps, losses, color=color, **THIN)
     axes.plot(steps, smoothed(losses), color=color, label=name, **THICK)
     validation = series(history, logged.VALIDATION_LOSS)
@@ -139,32 +131,18 @@ def draw_curve(history: History, path: Path, title: str = "") -> Any:
     figure = new_figure()
     axes = figure.add_subplot()
     names = "training loss (thin: means of logged intervals)", "validation loss"
-    draw_losses(axes, history, _TRAIN, _VALIDATION, *names)
+    draw_losses(axes, history, "tab:blue", "tab:orange", *names)
     if entropies := series(history, logged.UNIGRAM_ENTROPY)[1]:
         label = f"unigram entropy {entropies[-1]:.2f} nats"
         axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)
     finish_axes(axes, history)
-    rates = series(history, logged.RATE)
-    if rates[0]:
-        right = axes.twinx()
-        right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7, label="learning rate")
-        right.set_ylabel("learning rate", color=_RATE)
-        right.set_ylim(bottom=0)
-        right.yaxis.set_major_formatter("{x:g}")
+    right = axes.twinx()
+    right.plot(*series(history, logged.RATE), "tab:green", lw=0.8, alpha=0.7, label="learning rate")
+    right.set_ylabel("learning rate", color="tab:green")
+    right.set_ylim(bottom=0)
+    right.yaxis.set_major_formatter("{x:g}")
     finish(figure, path, title)
     return figure
-
-
-_COLORS = (
-    *("black", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown"),
-    *("tab:pink", "tab:olive", "tab:cyan", "tab:gray", "navy", "gold", "lime", "darkred"),
-    *("plum", "teal"),
-)
-
-
-def colors_of(names: Sequence[str]) -> dict[str, str]:
-    """Return the colours of the methods of one picture, in their order; after 17 they repeat."""
-    return dict(zip(dict.fromkeys(names), itertools.cycle(_COLORS), strict=False))
 
 
 def draw_runs(runs: dict[str, History], path: Path) -> Any:
@@ -173,7 +151,7 @@ def draw_runs(runs: dict[str, History], path: Path) -> Any:
     axes = figure.add_subplot()
     colors = colors_of(list(runs))
     for name, history in runs.items():
-        draw_losses(axes, history, colors[name], colors[name], escaped(name), "")
+        draw_losses(axes, history, colors[name], colors[name], escaped(name))
     tokens = {tokens_per_step(history) for history in runs.values()}
     # With different batches there is no common axis of tokens.
     longest = max(runs.values(), key=lambda history: max(series(history, TRAIN_LOSS)[0], default=0))

@@ -16,9 +16,7 @@ TRAIN_LOSS = "loss_metrics/global_avg_loss"
 INTERVAL_LOSS = "interval_loss"  # mean of the steps since the one before it, or since a resume
 TOKENS_SEEN = "n_tokens_seen"  # of all ranks since the run's first step
 RATE = "lr"
-STEP_SECONDS = "time_metrics/end_to_end(s)"  # mean per step since the one before it
 TOKENS_PER_S = "throughput/tokens_per_s"  # of all ranks together
-TOKENS_PER_S_PER_DEVICE = f"{TOKENS_PER_S}_per_device"
 MFU = "mfu(%)"  # missing where the device's peak is unknown
 COMM_BYTES = "comm_bytes/"  # before a mesh dimension: bytes of rank 0's collectives
 
@@ -28,13 +26,6 @@ UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"  # of its tokens, nats pe
 VALIDATION_SECONDS = "validation_metrics/seconds"
 
 SUMMARY_FILE = "summary.json"
-CURVE_FILE = "curve.png"
-
-_NUMBERS = (
-    *(TRAIN_LOSS, INTERVAL_LOSS, VALIDATION_LOSS, UNIGRAM_ENTROPY, TOKENS_SEEN, RATE, MFU),
-    *(STEP_SECONDS, TOKENS_PER_S, TOKENS_PER_S_PER_DEVICE),
-)
-"""Keys that are read as numbers."""
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -50,14 +41,12 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     for line in filter(bytes.strip, lines):
         try:
             record = parse_json(line.decode())
-            if type(record["step"]) is not int or not is_number(record["step"]):
+            numbers = all(is_number(value) for value in record.values() if value is not None)
+            if type(record["step"]) is not int or not numbers:
                 raise ValueError("step")
         except (ValueError, KeyError):
             logging.getLogger().warning("%s: skipping a damaged line: %.40r", path, line)
             continue
-        for key in _NUMBERS:
-            if record.get(key) is not None and not is_number(record[key]):
-                del record[key]
         records.append(record)
     return records
 
@@ -112,5 +101,4 @@ def build_summary(
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,
-        **{name: share for name, share in last.items() if "data_share/" in name},
     }

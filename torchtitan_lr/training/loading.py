@@ -10,23 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lr.checkpoints.folders import (
-    RUN_CONFIG,
-    TRAINING_STATES,
-    newest_step,
-    step_folder,
-)
-from torchtitan_lr.checkpoints.record import DamagedError, read_step
-from torchtitan_lr.checkpoints.resume import Start, check_start
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, newest_step, step_folder
+from torchtitan_lr.checkpoints.record import DamagedError, Start, check_start, read_step
 from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
 from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
-from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
+from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model, model_shapes
@@ -43,28 +36,17 @@ _SECTIONS = ("model", "low_rank", "caat", "training", "validation", "debug")
 
 
 def read_record(step_dir: Path) -> dict[str, Any]:
-    """Read the record of a checkpoint's run; it may be somebody else's, so nothing is downloaded.
-
-    Raises:
-        ConfigError: There is no readable record, or the tokenizer that it names is not here.
-    """
+    """Read the record of a checkpoint's run, which may be a stranger's."""
     try:
         text = json.dumps(read_step(step_dir).run)
     except DamagedError as error:
         raise _no_checkpoint(step_dir, str(error)) from error
     record: dict[str, Any] = json.loads(in_folder(text, step_dir.resolve().parent.parent))
-    model = record.get("model")
-    if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
-        require_cached(model["hf_assets_path"])
     return record
 
 
 def read_run_config(step_dir: Path) -> Any:
-    """Return the JobConfig of a checkpoint's run as far as its model and corpora are concerned.
-
-    Raises:
-        ConfigError: There is no readable record.
-    """
+    """Return the JobConfig of a checkpoint's run as far as its model and corpora are concerned."""
     record = read_record(step_dir)
     kept = {name: record[name] for name in _SECTIONS if name in record}
     model = kept.get("model")
@@ -74,21 +56,16 @@ def read_run_config(step_dir: Path) -> Any:
 
 
 def find_step(folder: Path) -> Path:
-    """Return the step of a run's dump folder that is resumed; any other folder as it is.
-
-    Raises:
-        ConfigError: The run has no complete checkpoint.
-    """
+    """Return the step of a run's dump folder that is resumed; any other folder as it is."""
     if not (folder / RUN_CONFIG).is_file():
         return folder
     try:
         name = read_json(folder / RUN_CONFIG).get("checkpoint", {}).get("folder", "checkpoint")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(str(folder / RUN_CONFIG), str(error), "the run's record") from error
-    fits = name and isinstance(name, str) and not os.path.isabs(name)
-    fits = fits and ".." not in Path(name).parts
-    want = f"a folder within {folder}, or a step's folder"
-    require(fits, "checkpoint.folder", name, want)
+    parts = Path(name).parts if isinstance(name, str) else ("..",)
+    fits = parts and parts[0] != os.sep and ".." not in parts
+    require(fits, "checkpoint.folder", name, f"a folder within {folder}, or a step's folder")
     newest = newest_step(folder / name)
     want = f"a run with a complete checkpoint in {folder / name}"
     require(newest >= 0, "CHECKPOINT", str(folder), want)
@@ -96,11 +73,7 @@ def find_step(folder: Path) -> Path:
 
 
 def build_model_args(config: Any) -> LlamaArgs:
-    """Build the model's arguments as the trainer does: the flavor, then the job's overrides.
-
-    Raises:
-        ConfigError: The model or flavor is unknown, or an override is invalid.
-    """
+    """Build the model's arguments as the trainer does: the flavor, then the job's overrides."""
     name, flavor = config.model.name, config.model.flavor
     family = find_family(str(name))
     if family is None:
@@ -116,29 +89,24 @@ def build_model_args(config: Any) -> LlamaArgs:
 def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weights:
     """Verify a checkpoint of any number of ranks and read its weights, all of one dtype.
 
-    Args:
-        step_dir: Folder of a distributed checkpoint (DCP).
-        args: The model's arguments.
-        assets_path: Folder of the tokenizer to use with it, if any.
-
-    Raises:
-        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
+    ``assets_path`` is the folder of the tokenizer to use with it, if any.
     """
     try:
         record, metadata = verified(step_dir), read_metadata(step_dir)
     except DamagedError as error:
         raise _no_checkpoint(step_dir, str(error)) from error
-    stored = metadata.state_dict_metadata
+    stored: dict[str, Any] = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
-    shapes = model_shapes(args)
-    dtype = _check_stored(step_dir, stored, args, shapes)
     model = {**record.states.get("model", {}), **model_fingerprint(args)}
     if assets_path:
         model[TOKENIZER] = tokenizer_digest(assets_path)
     check_start(Start(str(step_dir)), record, {"model": model})
-    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     try:
-        load(weights, step_dir, no_dist=True, metadata=metadata)
+        # All are of one dtype. DCP refuses another shape, and the fingerprint other tensors.
+        dtype = stored["tok_embeddings.weight"].properties.dtype
+        shapes = model_shapes(args).items()
+        weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes}
+        load(weights, step_dir, metadata)
     # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
     # derives from BaseException.
     except (Exception, CheckpointException) as error:
@@ -155,11 +123,7 @@ def as_model(args: LlamaArgs, weights: Weights) -> LlamaModel:
 
 
 def load_tokenizer(assets_path: str, args: LlamaArgs) -> Any:
-    """Return the tokenizer of a folder.
-
-    Raises:
-        ConfigError: No tokenizer is found, or it does not fit the model's vocabulary.
-    """
+    """Return the tokenizer of a folder, which fits the model's vocabulary."""
     model = SimpleNamespace(hf_assets_path=assets_path)
     tokenizer = build_tokenizer(SimpleNamespace(model=model))
     want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
@@ -169,11 +133,7 @@ def load_tokenizer(assets_path: str, args: LlamaArgs) -> Any:
 
 
 def find_device(name: str) -> str:
-    """Return the name of the device to compute on: by default cuda if there is one, else cpu.
-
-    Raises:
-        ConfigError: The device is not there, or has no numbers (``meta``).
-    """
+    """Return the name of the device to compute on: by default cuda if there is one, else cpu."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=name).item()
@@ -183,11 +143,7 @@ def find_device(name: str) -> str:
 
 
 def check_depth(args: LlamaArgs, tensors: int, key: str, folder: Path) -> None:
-    """Refuse more blocks than stored tensors, before a model of so many is built.
-
-    Raises:
-        ConfigError: A block has more than one tensor.
-    """
+    """Refuse more blocks than stored tensors, before a model of so many is built."""
     want = f"the weights of {args.n_layers} blocks, not {tensors} tensors"
     require(args.n_layers <= tensors, key, str(folder), want)
 
@@ -198,23 +154,3 @@ def _no_checkpoint(step_dir: Path, why: str) -> ConfigError:
         why = "no such folder; a run that trains keeps its newest checkpoint.keep_latest_k steps"
     want = f"a complete checkpoint such as outputs/checkpoint/step-100 (found: {why})"
     return ConfigError("CHECKPOINT", str(step_dir), want)
-
-
-def _check_stored(
-    step_dir: Path, stored: dict[str, Any], args: LlamaArgs, expected: dict[str, tuple[int, ...]]
-) -> torch.dtype:
-    """Check names and shapes, since DCP ignores extra tensors, and return the dtype."""
-    found = {
-        name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
-        for name, value in stored.items()
-        if name.split(".")[0] not in TRAINING_STATES
-    }
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            what = f"{args.model_family.model_name} with {name} of shape {expected.get(name)}"
-            want = f"a checkpoint of {what}, not {found.get(name)}"
-            raise ConfigError("CHECKPOINT", str(step_dir), want)
-    dtype: torch.dtype = stored["tok_embeddings.weight"].properties.dtype
-    want = f"weights in floating point, not {dtype}"
-    require(dtype.is_floating_point, "CHECKPOINT", str(step_dir), want)
-    return dtype

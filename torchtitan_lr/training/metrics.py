@@ -9,41 +9,36 @@ its TensorBoard folder and its wandb run.
 import json
 import math
 import os
-import platform
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from importlib.metadata import distributions
 from pathlib import Path
 from textwrap import indent
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.checkpoints.run_record import global_batch_size
+from torchtitan_lr.checkpoints.record import describe
 from torchtitan_lr.console.log import Pace, console, duration
 from torchtitan_lr.errors import escaped
-from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.titan import components, logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
-from torchtitan_lr.training import history
+from torchtitan_lr.titan.device import device_type
+from torchtitan_lr.training import figures, history
 
 WANDB_ID_FILE = "wandb_run_id"
-"""In the dump folder: the id of the run's wandb run, and in a second line the folder's path."""
+"""In the dump folder: the id of the run's wandb run, and in a second line the file's path."""
 
 _LONGEST_UPLOAD = 60  # seconds at the end of a run
 
-L = TypeVar("L", "RunTensorBoard", "RunWandb")
-
 
 @dataclass
-class HistoryLogger(components.BaseLogger):
+class HistoryLogger:
     """Appends each record to a JSON-lines file, so that curves survive an interruption."""
 
     path: Path
@@ -63,15 +58,14 @@ class HistoryLogger(components.BaseLogger):
 
 
 class RunTensorBoard(components.TensorBoardLogger):
-    """torchtitan's TensorBoard, with the resolved configuration as text.
+    """torchtitan's TensorBoard, with the run's record as text.
 
     A run ``after`` step 0 continues the newest folder, where later steps are dropped.
     """
 
     known_as = "TensorBoard"
-    exit_status = 0
 
-    def __init__(self, folder: Path, after: int, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, after: int, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         earlier = sorted(path for path in folder.glob("*") if path.is_dir())
@@ -82,19 +76,15 @@ class RunTensorBoard(components.TensorBoardLogger):
         purge = after + 1 if goes_on else None
         self.writer = SummaryWriter(str(place), max_queue=1000, purge_step=purge)
         # Indented: TensorBoard shows Markdown, and this is code.
-        self.writer.add_text("config", indent(json.dumps(config, indent=1), " " * 4), after)
+        text = indent(json.dumps(config, indent=1, default=str), " " * 4)
+        self.writer.add_text("config", text, after)
 
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Add the summary of a finished run as text, and its curve as an image."""
-        from matplotlib.image import imread
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Do nothing: its scalars are the run's."""
 
-        step = summary["steps"]
-        self.writer.add_text("summary", indent(json.dumps(summary, indent=1), " " * 4), step)
-        self.writer.add_image("curve", imread(curve)[..., :3], step, dataformats="HWC")
-
-    @staticmethod
-    def abandon() -> None:
-        """Do nothing: its thread has ended with the error."""
+    def close(self, exit_status: int = 0) -> None:
+        """Write what is left."""
+        super().close()
 
 
 class RunWandb(components.WandBLogger):
@@ -106,14 +96,13 @@ class RunWandb(components.WandBLogger):
     """
 
     known_as = "wandb"
-    exit_status = 0
 
     def __init__(
         self,
         dump_folder: Path,
         after: int,
-        config: dict[str, Any],
-        metrics: Any,
+        config: Mapping[str, Any],
+        metrics: Any,  # the section
         repeats: bool = False,
     ) -> None:
         given = os.environ.get
@@ -132,11 +121,10 @@ class RunWandb(components.WandBLogger):
             mode = "online" if known or given("WANDB_API_KEY") else "offline"
         kept = dump_folder / WANDB_ID_FILE
         lines = kept.read_text(errors="ignore") if after > 0 and kept.is_file() else ""
-        earlier, _, place = lines.partition("\n")
-        earlier = re.sub(r"[^\w.-]", "", earlier)  # a damaged file must not end the run
+        earlier, _, place = (line.strip() for line in lines.partition("\n"))
         here = os.path.realpath(kept)
         # A folder that was moved is none any more in its old place.
-        copied = place.strip() not in ("", here) and os.path.isfile(place.strip())
+        copied = place not in ("", here) and os.path.isfile(place)
         origin = f"from {earlier} at step {after}" if earlier and (repeats or copied) else ""
         run_id = given("WANDB_RUN_ID") or (not origin and earlier) or secrets.token_hex(4)
         self._run = wandb.init(
@@ -145,8 +133,7 @@ class RunWandb(components.WandBLogger):
             name=given("WANDB_RUN_NAME") or metrics.wandb_run_name or None,
             group=given("WANDB_RUN_GROUP") or metrics.wandb_group or None,
             tags=tags.split(",") if (tags := given("WANDB_TAGS")) else metrics.wandb_tags,
-            notes=given("WANDB_RUN_NOTES") or origin or None,
-            job_type=given("WANDB_RUN_JOB_TYPE"),
+            notes=origin or None,
             id=run_id,
             mode=mode,
             # Offline too: `wandb sync` then asks the server where the run's earlier parts end, else
@@ -160,27 +147,15 @@ class RunWandb(components.WandBLogger):
         where = self._run.url
         if self._run.offline:
             where = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
-        if run_id == earlier and origin:  # WANDB_RUN_ID says so
-            logger.warning("wandb keeps the losses that run %s has of later steps", run_id)
         console.info("wandb run %s%s: %s", run_id, origin and f", {origin}", where)
 
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Upload the summary's values and file, and the curve."""
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Give wandb the summary of a finished run."""
         self._run.summary.update(summary)
-        self._run.log({"curve": self.wandb.Image(str(curve))})
-        for path in (curve, curve.with_name(history.SUMMARY_FILE)):
-            self._run.save(str(path), base_path=str(path.parent), policy="now")
 
-    def close(self) -> None:
-        """End the wandb run, as failed if the run's exit status is not 0."""
-        self._run.finish(exit_code=self.exit_status)
-
-    @staticmethod
-    def abandon() -> None:
-        """End what wandb would end, with a traceback, at the interpreter's exit."""
-        import wandb
-
-        wandb.teardown()
+    def close(self, exit_status: int = 0) -> None:
+        """End the wandb run, as failed if the exit status is not 0."""
+        self._run.finish(exit_code=exit_status)
 
 
 class Loggers(components.BaseLogger):
@@ -188,82 +163,51 @@ class Loggers(components.BaseLogger):
 
     def __init__(self) -> None:
         self.opened: list[RunTensorBoard | RunWandb] = []
-        self._dropped: list[type[RunTensorBoard | RunWandb]] = []
+        self._wandb_failed = False
 
-    def open(self, kind: type[L], *arguments: Any) -> None:
+    def open(self, kind: type[RunTensorBoard | RunWandb], *arguments: Any) -> None:
         """Open a logger and add it."""
-        with self._tolerated(kind):
+        try:
             self.opened.append(kind(*arguments))
+        except Exception as error:
+            self._tell(kind, error)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Log to each."""
-        self._each(lambda opened: opened.log(metrics, step))
+        self._each("log", metrics, step)
 
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Give each the summary and the curve of a finished run."""
-        self._each(lambda opened: opened.publish(summary, curve))
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Give each the summary of a finished run."""
+        self._each("publish", summary)
 
     def close(self, exit_status: int = 0) -> None:
         """End each, with the run's exit status."""
-
-        def end(opened: RunTensorBoard | RunWandb) -> None:
-            opened.exit_status = exit_status
-            opened.close()
-
-        self._each(end)
+        self._each("close", exit_status)
         self.opened = []
-        for kind in self._dropped:
+        if self._wandb_failed:  # it would do so at the interpreter's exit, with a traceback
             with suppress(Exception):
-                kind.abandon()
+                import wandb
 
-    def _each(self, use: Callable[[RunTensorBoard | RunWandb], None]) -> None:
+                wandb.teardown()
+
+    def _each(self, method: str, *arguments: Any) -> None:
         for opened in tuple(self.opened):
-            with self._tolerated(type(opened)):
+            try:
+                getattr(opened, method)(*arguments)
+            except Exception as error:
                 self.opened.remove(opened)
-                use(opened)
-                self.opened.append(opened)
+                self._tell(type(opened), error)
 
-    @contextmanager
-    def _tolerated(self, kind: type[RunTensorBoard | RunWandb]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            what = escaped(f"{type(error).__name__}: {error}")
-            logger.warning(
-                "%s cannot be used, training goes on without it: %s", kind.known_as, what
-            )
-            self._dropped.append(kind)
-
-
-def resolved_config(
-    job_config: JobConfig, dims: ParallelDims, model_args: Any = None
-) -> dict[str, Any]:
-    """Return a run's configuration without ``-1`` and ``auto``."""
-    config: dict[str, Any] = job_config.to_dict()
-    config["parallelism"] |= {
-        "data_parallel_replicate_degree": dims.dp_replicate,
-        "data_parallel_shard_degree": dims.dp_shard,
-    }
-    config["training"]["global_batch_size"] = global_batch_size(job_config, dims.world_size)
-    if isinstance(model_args, LlamaArgs):
-        config["model_args"] = drop_marker(asdict(model_args))
-        if dims.tp > 1:
-            settings = asdict(tp_settings(job_config, model_args, dims.tp))
-            known = config["parallelism"].keys()
-            resolved = {f"tp_{key}": value for key, value in settings.items()}
-            config["parallelism"] |= {k: v for k, v in resolved.items() if k in known}
-    config["environment"] = {"ranks": dims.world_size, "python": platform.python_version()}
-    for name in ("torchtitan_lr", "torchtitan", "torch"):  # ours may run from its source
-        found = next(iter(distributions(name=name)), None)
-        config["environment"][name] = found.version if found else "unknown"
-    return config
+    def _tell(self, kind: type[RunTensorBoard | RunWandb], error: Exception) -> None:
+        what = escaped(f"{type(error).__name__}: {error}")
+        logger.warning("%s cannot be used, training goes on without it: %s", kind.known_as, what)
+        self._wandb_failed |= kind is RunWandb
 
 
 class LowRankMetricsProcessor(components.MetricsProcessor):
     """Add the model's own MFU, training-only throughput and a history file to torchtitan's."""
 
     logger: Loggers  # TensorBoard and wandb, once the run has started
-    time_last_log: float
     ntokens_since_last_log: int
 
     def __init__(
@@ -282,22 +226,27 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         self.logger = Loggers()
         if dist.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / history.HISTORY_FILE)
-        self._paused_at: float | None = None
+        self.seconds = 0.0  # of training since the last logged step: no validation, no saving
         self._last_logged_step = 0
 
     def should_log(self, step: int) -> bool:
         """Log the first step, every ``metrics.log_freq`` steps and the last one."""
         return super().should_log(step) or step == self.job_config.training.steps
 
-    def start_after(self, step: int, differs: bool = False) -> None:
-        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
+    def start_after(self, step: int, record: Mapping[str, Any], differs: bool = False) -> None:
+        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step.
+
+        ``record`` is rank 0's `checkpoints.run_record`; ``differs`` says whether losses do.
+        """
         self._last_logged_step = step
-        config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
+        config = dict(record)
+        if self._model_args is not None:
+            config["model_args"] = drop_marker(asdict(self._model_args))
         metrics, dump_folder = self.job_config.metrics, Path(self.job_config.job.dump_folder)
         rank = dist.get_rank()
         records = [] if self.history is None else history.read_history(self.history.path)
         # Later records are dropped: a run resumed from ``step`` writes them again.
-        kept = [record for record in records if record["step"] <= step]
+        kept = [each for each in records if each["step"] <= step]
         repeats = differs and len(kept) < len(records)
         if metrics.enable_wandb and rank == 0:
             self.logger.open(RunWandb, dump_folder, step, config, metrics, repeats)
@@ -308,22 +257,11 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             self.logger.open(RunTensorBoard, folder, step, config)
         # A file that cannot be read has no records here, and is left as it is.
         if self.history is not None and records:
-            write_whole(self.history.path, "".join(json.dumps(record) + "\n" for record in kept))
+            write_whole(self.history.path, "".join(json.dumps(each) + "\n" for each in kept))
 
     def close(self) -> None:
         """Close the loggers; loggers that record failed runs get ``exit_status``."""
         self.logger.close(self.exit_status)
-
-    def pause(self) -> None:
-        """Pause the throughput clock during validation and saves."""
-        if self._paused_at is None:
-            self._paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        """Resume the throughput clock."""
-        if self._paused_at is not None:
-            self.time_last_log += time.perf_counter() - self._paused_at
-            self._paused_at = None
 
     def log(
         self,
@@ -338,10 +276,9 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
         mean of a rank. The norm is the full gradient's before clipping.
         """
-        seconds = time.perf_counter() - self.time_last_log
-        steps = step - self._last_logged_step
         # Tokens per second per device: the ranks of a tensor-parallel group read the same tokens.
-        tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
+        copies = self.parallel_dims.non_data_parallel_size
+        tps = self.ntokens_since_last_log / (self.seconds * copies)
         mfu = 100 * self.num_flops_per_token * tps / self.gpu_peak_flops
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
@@ -349,10 +286,11 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             "loss_metrics/global_max_loss": global_max_loss,
             "grad_norm": grad_norm,
             history.TOKENS_PER_S: tps * self.parallel_dims.world_size,
-            history.TOKENS_PER_S_PER_DEVICE: tps,
+            f"{history.TOKENS_PER_S}_per_device": tps,
             "tflops": self.num_flops_per_token * tps / 1e12,
-            history.STEP_SECONDS: seconds / max(steps, 1),
-            "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / seconds,
+            # The mean per step since the logged one before.
+            "time_metrics/end_to_end(s)": self.seconds / max(step - self._last_logged_step, 1),
+            "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / self.seconds,
             "memory/max_active(GiB)": memory.max_active_gib,
             "memory/max_reserved(GiB)": memory.max_reserved_gib,
             "memory/num_alloc_retries": memory.num_alloc_retries,
@@ -364,9 +302,8 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         console.info(self._line(step, metrics))
         self._last_logged_step = step
         # The next window starts.
-        self.ntokens_since_last_log = 0
+        self.ntokens_since_last_log, self.seconds = 0, 0.0
         self.data_loading_times.clear()
-        self.time_last_log = time.perf_counter()
 
     def _line(self, step: int, metrics: dict[str, Any]) -> str:
         """Return the console's line of a logged step: with rank and time at most 100 characters."""
@@ -392,14 +329,43 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
-        memory = self.device_memory_monitor.get_peak_stats()
-        metrics = {
-            history.VALIDATION_LOSS: loss,
-            "validation_metrics/memory/max_reserved(GiB)": memory.max_reserved_gib,
-            **(extra_metrics or {}),
-        }
+        metrics = {history.VALIDATION_LOSS: loss, **(extra_metrics or {})}
         self._write(metrics, step)
         seconds = metrics.get(history.VALIDATION_SECONDS)
         took = "" if seconds is None else f"  in {seconds:.1f} s"
         values = f"loss {loss:.5f}  perplexity {history.perplexity(loss):,.2f}"
         console.info(f"validation after step {step}  {values}{took}")
+
+    def write_summary(self, step: int, checkpoint: str | None) -> None:
+        """Write the summary and the curve of a finished run on rank 0; call it on every rank."""
+        peak_gib = self.device_memory_monitor.get_peak_stats().max_reserved_gib
+        peak = torch.tensor(peak_gib, dtype=torch.float64, device=device_type())
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        if self.history is None:
+            return
+        config, dims = self.job_config, self.parallel_dims
+        file = Path(config.job.dump_folder) / history.SUMMARY_FILE
+        records = history.read_history(self.history.path)
+        curve = file.with_name("curve.png")
+        what = config.job.description or f"{config.model.name} {config.model.flavor}"
+        figures.draw_curve(records, curve, f"{what}, {described_layout(dims)}")
+        summary = history.build_summary(records, step, peak.item(), checkpoint)
+        summary["curve"] = str(curve)
+        try:
+            # Imported at the end of a run, on one rank.
+            from torchtitan_lr.costs import step_traffic
+
+            summary |= step_traffic.sent_per_step(config, dims.world_size)
+        except Exception as error:  # the steps are trained and saved
+            logger.warning("The summary lacks what a formula fails to give: %s", describe(error))
+        write_whole(file, json.dumps(summary, indent=2) + "\n")
+        logger.info("Summary written to %s", file)
+        self.logger.publish(summary)
+
+
+def described_layout(dims: ParallelDims) -> str:
+    """Return the parallel degrees in words, such as ``4 ranks (dp_shard 2, tp 2)``."""
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    degrees = ((name, getattr(dims, name)) for name in names)
+    split = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+    return "1 rank" if dims.world_size == 1 else f"{dims.world_size} ranks ({split})"

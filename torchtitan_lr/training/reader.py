@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A rank's data for a step, collected one step ahead.
 
-`Step.read_ahead` collects the next step's micro-batches while the device computes, and the verdict
-on a step sums what the ranks have. So no rank starts a step whose data another could not read, and
-none waits between two steps. A run's position, ``TokenDataLoader.position``, is the rows of all
-steps handed out: it moves in `StepReader.take`, and a checkpoint holds it for any number of ranks.
+The next step's micro-batches are read while the device computes, and the verdict on a step sums
+what the ranks have. So no rank starts a step whose data another could not read, and none waits
+between two steps. A run's position, ``TokenDataLoader.position``, is the rows of all steps handed
+out: it moves in `StepReader.take`, and a checkpoint holds it for any number of ranks.
 """
 
 import math
@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.agreement import first_rank_with, from_first_rank
-from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.parallel.context import own_tokens
+from torchtitan_lr.errors import ConfigError, RunFailedError, require
+from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.titan.components import DataloaderExhaustedError
+from torchtitan_lr.titan.base import ParallelDims
 
 
 class Counts(NamedTuple):
@@ -44,10 +43,10 @@ class StepData:
 
     microbatches: list[Batch]  # ``({"input": (b, s)}, labels (b, s))`` each, on the CPU
     tokens: int  # valid tokens in the micro-batches
-    counts: Counts  # this rank's counts
+    counts: Counts  # this rank's
+    problem: str | None = None  # why this rank could not read all of them; None if it could
     # Valid tokens of all ranks' micro-batches; NaN until they are summed
     global_tokens: float = math.nan
-    problem: str | None = None  # why this rank could not read all of them; None if it could
 
 
 class StepReader:
@@ -56,49 +55,40 @@ class StepReader:
     def __init__(
         self,
         loader: TokenDataLoader,
+        dims: ParallelDims,
         device: torch.device,
-        copies: int,
-        context: Ranks,
         seconds: list[float],
     ) -> None:
         self._loader, self._device = loader, device  # the process group's device
-        self._copies = copies  # ranks that read the same tokens: T times the pipeline's stages
-        self._context = context  # ranks that share each row's tokens
+        self._copies = dims.tp * dims.pp  # ranks that read the same tokens
+        self._context = context_ranks(dims)  # ranks that share each row's tokens
         self._seconds = seconds  # gets those of each micro-batch's reading
         self._next: StepData | None = None
-        self.next_sums: Counts | None = None  # of all ranks; None if nothing was read ahead
-        self._labels = 0  # of all ranks in the last step
+        self.next_sums: tuple[float, ...] = ()  # `Counts` of all ranks, if any were read ahead
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Return a step's data: those read ahead, or else read here and summed here.
 
-        One that some rank could not read is a `BadDataError` on all; the end of the data likewise.
+        One that some rank could not read is a `BadDataError` on all.
         """
-        data, sums = self._next, self.next_sums
+        data, sums = self._next, Counts(*self.next_sums) if self.next_sums else None
         # Data that ended while they were read ahead may go on here, in another iterator.
         if data is None or sums is None or sums.ended:
             data = self.read_next(data_iterator)
-            sums = self._summed(data.counts)
-        self._next = self.next_sums = None
-        if sums.ended:
-            raise DataloaderExhaustedError
+            sums = data.counts
+            if dist.get_world_size() > 1:
+                found = torch.tensor(sums, dtype=torch.float64, device=self._device)
+                dist.all_reduce(found)
+                sums = Counts(*found.tolist())
+        self._next, self.next_sums = None, ()
         if sums.failed:
-            found = first_rank_with(data.problem)
-            assert found is not None  # one of them has counted its own
-            raise BadDataError(f"rank {found[0]}: {found[1]}", found[0])
+            problem = first_rank_with(data.problem)
+            assert problem is not None  # one of them has counted its own
+            raise BadDataError(f"rank {problem[0]}: {problem[1]}", problem[0])
         self._loader.position += self._loader.stride * self._loader.microbatches
         # Sums of integers below 2^53 are exact.
         data.global_tokens = sums.tokens / self._copies
-        self._labels = int(sums.tokens) // self._copies
         return data
-
-    def _summed(self, counts: Counts) -> Counts:
-        """Sum counts over all ranks, and wait for the sums."""
-        if dist.get_world_size() == 1:
-            return counts
-        sums = torch.tensor(counts, dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums)
-        return Counts(*sums.tolist())
 
     def read_next(self, data_iterator: Iterator[Batch]) -> StepData:
         """Read the micro-batches that the next `take` returns."""
@@ -110,19 +100,18 @@ class StepReader:
                 microbatches.append(own_tokens(next(data_iterator), self._context))
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
-            ended = True
+            problem, ended = "the data have ended", True
         except (ConfigError, RuntimeError) as error:  # a worker process raises a RuntimeError
             problem = str(error)
-        arrays = (labels.numpy() for _, labels in microbatches)
-        tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
+        tokens = sum(int((labels.numpy() != IGNORE_INDEX).sum()) for _, labels in microbatches)
         counts = Counts(tokens, problem is not None, ended)
-        self._next = StepData(microbatches, tokens, counts, problem=problem)
+        self._next = StepData(microbatches, tokens, counts, problem)
         return self._next
 
-    def metrics(self) -> dict[str, float]:
-        """Return the shares of a mixture, and the number of labels in pairs."""
+    def metrics(self, data: StepData) -> dict[str, float]:
+        """Return the number of a step's labels in pairs."""
         pairs = any(part.pairs for part in self._loader.dataset.parts)
-        return self._loader.shares() | ({"label_tokens": self._labels} if pairs else {})
+        return {"label_tokens": int(data.global_tokens)} if pairs else {}
 
 
 def check_same_data(identity: dict[str, Any]) -> None:
@@ -130,5 +119,4 @@ def check_same_data(identity: dict[str, Any]) -> None:
     first = from_first_rank(identity)
     other = first_rank_with(None if identity == first else str(identity))
     want = f"the same tokens on all machines; rank 0 has {first}"
-    if other is not None:
-        raise ConfigError("training.dataset", f"rank {other[0]}: {other[1]}", want)
+    require(other is None, "training.dataset", other and f"rank {other[0]}: {other[1]}", want)

@@ -9,8 +9,8 @@ from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.optim.containers import ConfiguredLR
 from torchtitan_lr.optim.entries import build_optimizers
-from torchtitan_lr.optim.resume import ConfiguredLR
 from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.parallel.stages import pipeline_llama
 from torchtitan_lr.titan import components

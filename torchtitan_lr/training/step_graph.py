@@ -6,18 +6,18 @@ first micro-batch writes gradients, later ones add to them, the last sums them o
 kind is captured by itself, all in one step in their order, since they share a pool of memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.parallel.data_parallel import OwnGradients
 
-Work = Callable[[], Tensor]
-"""Runs forward and backward of one micro-batch; returns this rank's share of the loss."""
+Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+"""Records what a call launches, without running it; returns its loss and what runs it."""
 
 WARM_UP = 2  # eager steps before the capture: they compile, choose kernels and create what is lazy
 
@@ -44,22 +44,15 @@ def why_eager(config: Any, device_type: str) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-class Capture(Protocol):
-    """Records what a call launches."""
-
-    def __call__(self, work: Work) -> tuple[Tensor, Callable[[], None]]:
-        """Record ``work`` without running it; return its loss and what runs it."""
-
-
 class CudaCapture:
-    """Records CUDA graphs, which share one pool of memory."""
+    """A `Capture` into CUDA graphs, which share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, work: Work) -> tuple[Tensor, Callable[[], None]]:
-        """Record ``work`` without running it; return its loss and what runs it."""
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Record a pass."""
         graph = torch.cuda.CUDAGraph()
         # Threads that load data or save checkpoints may use the device meanwhile.
         mode = "thread_local"
@@ -68,8 +61,7 @@ class CudaCapture:
         return loss, graph.replay
 
 
-@dataclass
-class CapturedPass:
+class CapturedPass(NamedTuple):
     """One captured pass, and the memory that it reads and writes."""
 
     inputs: dict[str, Tensor]
@@ -133,3 +125,11 @@ class StepGraph:
     def free(self) -> None:
         """Free the graphs; the process groups that they use must still exist."""
         self.passes.clear()
+
+
+def shapes_of(microbatches: Iterable[Batch]) -> tuple[Any, ...]:
+    """Return the shapes of a step's tensors on this rank."""
+    return tuple(
+        (*((name, tensor.shape) for name, tensor in inputs.items()), labels.shape)
+        for inputs, labels in microbatches
+    )

@@ -1,59 +1,60 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchtitan's trainer with checks of every step, clean interruption and a final summary."""
+"""A training run from top to bottom: build, load, step, save, validate, end."""
 
-import json
 import math
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
+from torchtitan_lr.agreement import from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints import run_record
-from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
-from torchtitan_lr.checkpoints.record import describe
+from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.compat.process_groups import set_timeouts
-from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.compression.units import compressors_of
+from torchtitan_lr.compression.units import Residuals, compressors_of
 from torchtitan_lr.console.log import console
-from torchtitan_lr.data.corpus import Batch
+from torchtitan_lr.data.corpus import Batch, moved
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
-from torchtitan_lr.optim.container import trained_parameters
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.optim.gradients import Gradients, StoredGradients
-from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
-from torchtitan_lr.parallel.context import context_ranks
+from torchtitan_lr.optim.gradients import StoredGradients
+from torchtitan_lr.optim.groups import LoggedRates, rates_of
+from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
-from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
+from torchtitan_lr.titan.base import JobConfig, dist_utils
+from torchtitan_lr.titan.components import Trainer as TitanTrainer
+from torchtitan_lr.titan.components import profilers, trainer_parts
 from torchtitan_lr.titan.device import bind_device
-from torchtitan_lr.titan.trainer_parts import Trainer as TitanTrainer
-from torchtitan_lr.titan.trainer_parts import profilers, trainer_parts
-from torchtitan_lr.training import figures, history
+from torchtitan_lr.training import history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import identity_of, tokenizer_digest
-from torchtitan_lr.training.metrics import LowRankMetricsProcessor
-from torchtitan_lr.training.reader import BadDataError, StepReader, check_same_data
-from torchtitan_lr.training.signals import MACHINES_CHANGED, StopSignal
-from torchtitan_lr.training.step import Step
-from torchtitan_lr.training.step_graph import Capture, CudaCapture, why_eager
+from torchtitan_lr.training.metrics import LowRankMetricsProcessor, described_layout
+from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, check_same_data
+from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of, why_eager
 from torchtitan_lr.training.validate import Validator
-from torchtitan_lr.training.verdict import NonFiniteError
+from torchtitan_lr.training.verdict import NonFiniteError, Origin, Verdict, decide, step_unless
+
+MACHINES_CHANGED = "a change of machines"
+"""Name of SIGUSR2, with which the launcher ends the ranks to start them again."""
 
 
 class Trainer(TitanTrainer):
-    """torchtitan's Trainer with its own step, start and end of training."""
+    """torchtitan's Trainer with our own step, start and end."""
 
     checkpointer: CheckpointManager
     dataloader: TokenDataLoader
@@ -61,15 +62,15 @@ class Trainer(TitanTrainer):
     pp_schedule: Pipeline
     validator: Validator
     ntokens_seen: int
+    loss: Tensor  # this rank's share of the last step's loss, an fp64 scalar on the device
 
     def __init__(self, job_config: JobConfig) -> None:
         bind_device()
         self.before_start: Callable[[], None] = lambda: None  # called with the checkpoint loaded
-        self.more_summary: Callable[[], dict[str, Any]] = dict
         self.skipped_steps = 0  # for a non-finite loss or gradient; checkpointed
+        self.stop = StopSignal()
         self.stopped_by: str | None = None  # the name of a signal
-        self._stop = StopSignal()
-        self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
+        self._losses: list[Tensor] = []  # of the steps since the last logged one
         self._first_step = 0
         self._ledger: CommLedger | None = None
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
@@ -77,84 +78,60 @@ class Trainer(TitanTrainer):
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
         if not torch.cuda.is_available():
             job_config.comm.trace_buf_size = 0  # NCCL's traces; their folder would stay empty
-        # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
-        # every world size.
+        # torchtitan builds, by the TrainSpec of `training.register`: loader, model without memory,
+        # parallel plan, weights, optimizers, schedules, checkpoints and validation. There is no
+        # autocast: FSDP or replication implements mixed precision at every world size.
         with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record_file or RUN_CONFIG
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
-        dims = self.parallel_dims
-        self._batch_degree = dims.dp_replicate * dims.dp_shard
         half = job_config.training.mixed_precision_param != "float32"
         tf32 = ENTRIES[job_config.optimizer.name].tf32_products
         if self.device.type == "cuda" and half and tf32:
             # The optimizer's are the only fp32 products of such a run (docs/step.md).
             torch.set_float32_matmul_precision("high")
-        path = job_config.model.hf_assets_path
+        dims, path = self.parallel_dims, job_config.model.hf_assets_path
+        self._batch_degree = dims.dp_replicate * dims.dp_shard
         digest = from_first_rank(tokenizer_digest(path) if dist.get_rank() == 0 else "")
-        args = self.model_parts[0].model_args
         self.checkpointer.identity = {
-            **identity_of(job_config, dims.world_size, args, digest),
+            **identity_of(job_config, dims.world_size, self.model_parts[0].model_args, digest),
             "dataloader": self.dataloader.dataset.identity,
         }
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
-            for compressor in self._residuals.compressors:
-                compressor.before_writing = self.checkpointer.maybe_wait_for_staging
-        self.rates = self.build_rates()
-        self.running_step = self.build_step()
+        self.build_step()
 
-    def build_rates(self) -> LoggedRates:
-        """Find the names of the rates that all ranks log."""
-        section = self.job_config.optimizer
-        groups = ParameterGroups.from_config(section)
-        names = {p: n for n, p in trained_parameters(*self.model_parts).items()}
-        shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-        if groups.rules:  # some may have parameters on other pipeline stages alone
-            shapes = model_shapes(self.model_parts[0].model_args)
-        return LoggedRates(section, groups.rates(section, shapes), names)
-
-    def build_step(self) -> Step:
-        """Build the `Step` of this rank's model parts and optimizers."""
-        dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
+    def build_step(self) -> None:
+        """Build what a step needs beside torchtitan's parts."""
+        config, dims = self.job_config, self.parallel_dims
         # An optimizer that sums over the replicas itself has gradients of its own.
-        gradients: Gradients = getattr(self.optimizers, "gradients", None) or StoredGradients(
-            self.model_parts, dims.get_optional_mesh("pp")
-        )
-        return Step(
-            job_config=self.job_config,
-            device=self.device,
-            model_parts=self.model_parts,
-            pipeline=self.pp_schedule if pipelined else None,
-            optimizers=self.optimizers,
-            gradients=gradients,
-            reader=StepReader(
-                self.dataloader,
-                self.device,
-                dims.tp * dims.pp,
-                context_ranks(dims),
-                self.metrics_processor.data_loading_times,
-            ),
-            compressors=self._residuals.compressors,
-            before_change=self.checkpointer.maybe_wait_for_staging,
-            capture=self._capture(),
-        )
-
-    def _capture(self) -> Capture | None:
-        """Return what records the passes of steps, or None where they run eagerly."""
-        reason = why_eager(self.job_config, self.device.type)
-        if self.device.type == "cuda" and self.job_config.training.step_graph != "off":
-            how = "eager" if reason else "captured after the first steps"
-            logger.info("Passes of a step: %s", f"{how}: {reason}" if reason else how)
-        return None if reason else CudaCapture()
+        own = getattr(self.optimizers, "gradients", None)
+        self.gradients = own or StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
+        seconds = self.metrics_processor.data_loading_times
+        self.reader = StepReader(self.dataloader, dims, self.device, seconds)
+        pipeline = self.pp_schedule if dims.pp_enabled else None
+        self.origin = Origin(self.model_parts, pipeline, dims.cp_enabled, self.device)
+        eager = why_eager(config, self.device.type)
+        if self.device.type == "cuda" and config.training.step_graph != "off":
+            how = f"eager: {eager}" if eager else "captured after the first steps"
+            logger.info("Passes of a step: %s", how)
+        self.graph: StepGraph | None = None
+        if not eager:
+            self.graph = StepGraph(self.model_parts, self.origin.own, CudaCapture())
+        section = config.optimizer
+        shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
+        if section.groups:  # some may have parameters on other pipeline stages alone
+            shapes = model_shapes(self.model_parts[0].model_args)
+        self.rates = LoggedRates(section, rates_of(section, shapes))
 
     @record
     def train(self) -> None:
         """Train to ``training.steps`` or to a stop signal, then save and report."""
-        self._stop.install()
         config = self.job_config
+        self.stop.install()
+        self.dataloader.stopping = lambda: self.stop.name is not None
         self.checkpointer.load(step=config.checkpoint.load_step)
         self._start()
         batches = iter(self.dataloader)
@@ -164,7 +141,7 @@ class Trainer(TitanTrainer):
                 self.gc_handler.run(self.step)
                 self.train_step(batches)
                 self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
-                if config.validation.enable and self.validator.should_validate(self.step):
+                if self._validates():
                     self.validator.validate(self.model_parts, self.step)
                 for profiler in profiling:
                     profiler.step()
@@ -172,161 +149,133 @@ class Trainer(TitanTrainer):
                     self._set_timeouts(config.comm.train_timeout_seconds)
         if self.stopped_by:
             self.checkpointer.save_interrupted(self.step)
-        self._report_end()
-
-    def _start(self) -> None:
-        """Write and print what is known of the run once its checkpoint is loaded."""
-        self.before_start()
-        changed = self.write_record()
-        self._first_step = self.step
-        goes_back = self.job_config.checkpoint.load_step != -1
-        self.metrics_processor.start_after(self.step, differs=changed or goes_back)
-        self._report_start()
-        self._make_up_for_validation()
-
-    def _report_end(self) -> None:
-        """Write the summary of a run that is complete, or say how a stopped one goes on."""
-        saved = self.checkpointer.newest()
-        if not self.stopped_by:
-            self.write_summary(saved)
-        elif dist.get_rank() == 0:
-            how = "run the same command again to resume" if saved else "checkpointing is off"
-            if saved and self.job_config.checkpoint.load_step != -1:
-                how = "run the command again without checkpoint.load_step to resume"
-            if self.stopped_by == MACHINES_CHANGED:
-                how = "the run goes on by itself"
-            total = self.job_config.training.steps
-            what = "Stopped by %s after step %d of %d, checkpoint %s: %s"
-            console.info(what, self.stopped_by, self.step, total, saved, how)
-
-    def close(self) -> None:
-        """End what runs beside training: worker processes, saving, logging."""
-        if self.running_step.graph is not None:
-            self.running_step.graph.free()
-        self.dataloader.close()
-        super().close()
-
-    def _set_timeouts(self, seconds: int) -> None:
-        # Upstream does so after step 1 alone, not after a resumed run's first, and only for some
-        # groups. Saves keep theirs: ranks wait for one another's storage.
-        set_timeouts(timedelta(seconds=seconds), getattr(self.checkpointer, "pg", None))
-
-    def write_record(self) -> bool:
-        """Write the run's configuration into the dump folder, after all checks have passed."""
-        if dist.get_rank() != 0:
-            return False
-        record = run_record.run_record(self.job_config, self.parallel_dims.world_size)
-        resumed, changes = self.checkpointer.resumed, dict[str, list[Any]]()
-        if resumed is not None:
-            changes = run_record.changed(resumed.run, record, self.checkpointer.excluded)
-            past = list(resumed.run.get(run_record.CHANGES, []))
-            if changes:
-                past.append({"after_step": self.step, **changes})
-                console.info("After step %d: %s", self.step, run_record.described(changes))
-            record |= {run_record.CHANGES: past} if past else {}
-        run_record.write_record(self.job_config, record)
-        self.checkpointer.run = record
-        return run_record.changes_losses(changes)
+        self._end()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one optimizer step over all micro-batches of this rank; see `Step`."""
-        self.metrics_processor.resume()
-        began = time.monotonic()
-        step = self.running_step
+        """Take one optimizer step over all micro-batches of this rank, in eight parts.
+
+        Between the first and the last part the host does not wait for the device, unless an
+        optimizer cannot read the verdict there (`step_unless`).
+        """
+        began = time.perf_counter()
+        logs = self.metrics_processor.should_log(self.step)
         another_follows = self.step < self.job_config.training.steps
-        rates = self.rates.of_step(self.lr_schedulers.schedulers[0], self.optimizers)
+        rates = self.rates.of_step(self.lr_schedulers.schedulers[0])
+
+        # 1. Receive this rank's micro-batches. All but a process's first were read before.
+        data = self.take(data_iterator)
+        with self._measured(logs) as ledger:
+            # 2. Forward and backward of each micro-batch. A replay calls no collective that the
+            # ledger could count.
+            self.loss = self.backward(data, eager=ledger is not None)
+            # 3. Wait for the sums of gradients. The ranks' shares add up to the squared norm.
+            share = self.gradients.finish_sums()
+            # 4. Collect the next step's micro-batches, while the device computes.
+            ahead = self.reader.read_next(data_iterator).counts if another_follows else ()
+            # 5. Accept or reject the step, in one all-reduce of all ranks.
+            verdict = decide(self.loss, share, self.stop.name is not None, ahead, self.origin.depth)
+            # 6. Scale the gradients down to the largest norm.
+            self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
+            # 7. Change the weights, unless the step is rejected.
+            self.apply(verdict)
+        self.lr_schedulers.step()
+        self._losses.append(self.loss)
+        # 8. Read the verdict on the host.
+        self.settle(data, verdict)
+
+        self.metrics_processor.seconds += time.perf_counter() - began
+        if logs:
+            self._log_step(data, verdict, rates)
+
+    def take(self, data_iterator: Iterator[Batch]) -> StepData:
+        """Receive this step's ``({"input": (b, s)}, labels (b, s))``, and count their tokens."""
+        self.optimizers.zero_grad()
         try:
-            data = step.take(data_iterator)
+            data = self.reader.take(data_iterator)
         except BadDataError as error:
             raise self._saved_before(error) from error
         # Of whole rows, which context-parallel ranks share.
         read = sum(labels.numel() for _, labels in data.microbatches) * self.parallel_dims.cp
         self.ntokens_seen += read
         self.metrics_processor.ntokens_since_last_log += read
+        return data
 
-        logs = self.metrics_processor.should_log(self.step)
-        with self._measured(logs):
-            # A replay calls no collective that the ledger could count.
-            counted = self._ledger is not None and logs and self.parallel_dims.world_size > 1
-            step.backward(self.forward_backward_step, eager=counted)
-            step.finish_sums()
-            step.read_ahead(data_iterator if another_follows else None)
-            step.decide(self._stop.name is not None)
-            step.clip()
-            step.apply()
-        self.lr_schedulers.step()
-        self._losses.append(step.loss)  # on the device: the host does not wait for it
-        self._settle()
-        if self.job_config.compile.enable and self.step == self._first_step + 1:
-            seconds = time.monotonic() - began
-            console.info("The first step took %.1f s, with the compilation", seconds)
-        if logs:
-            self._log_step(rates)
-        # Validation and saving, until the next step, do not count as training time.
-        self.metrics_processor.pause()
+    def backward(self, data: StepData, eager: bool = False) -> Tensor:
+        """Run forward and backward of each micro-batch; return this rank's share of the loss.
 
-    def _settle(self) -> None:
-        """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError."""
-        findings = self.running_step.settle()
+        The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
+        batch. So the gradients sum to those of one process with the same batch.
+        """
+        self.gradients.begin()
+        self.origin.begin()
+        if self.graph is not None:
+            self.graph.begin(shapes_of(data.microbatches), eager)
+        # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
+        divisor = torch.full((), data.global_tokens, device=self.device)
+        losses = []
+        for index, batch in enumerate(data.microbatches):
+            last = index == len(data.microbatches) - 1
+            synchronize_gradients(self.model_parts, last)
+            if self.parallel_dims.pp_enabled:  # it synchronizes itself, at the end of its batch
+                self.pp_schedule.is_last_round = last
+            tokens, labels, arguments = moved(batch, self.device)
+            inputs = {"tokens": tokens, "labels": labels, "divisor": divisor, **arguments}
+            with self.gradients.micro_batch(last):
+                if self.graph is None:
+                    losses.append(self.one_pass(**inputs))
+                else:
+                    losses.append(self.graph.run(self.one_pass, inputs, index == 0, last))
+        # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
+        return torch.stack(losses).sum(dtype=torch.float64)
+
+    def one_pass(
+        self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Tensor
+    ) -> Tensor:
+        """Run forward and backward of one micro-batch, through a pipeline if there is one.
+
+        Tokens and labels are (b, s), on the device. The result is the loss over `divisor`, a
+        scalar; 0 without the last pipeline stage.
+        """
+        arguments |= loss_arguments(self.model_parts[0], labels)
+        with self.train_context():
+            if self.parallel_dims.pp_enabled:
+                run = self.pp_schedule.forward_backward
+                return run(tokens, labels, divisor, **arguments).detach()
+            # No name keeps the model's output: its memory is free before backward.
+            loss = self.loss_fn(self.model_parts[0](tokens, **arguments), labels) / divisor
+            loss.backward()
+        return loss.detach()
+
+    def apply(self, verdict: Verdict) -> None:
+        """Let the optimizers change the weights, unless the verdict rejects the step."""
+        self.checkpointer.maybe_wait_for_staging()
+        step_unless(verdict.rejected, self.optimizers)
+        may_skip = self.job_config.training.max_skipped_steps > 0
+        for compressor in self._residuals.compressors:
+            compressor.commit(verdict.rejected if may_skip else None)
+
+    def settle(self, data: StepData, verdict: Verdict) -> None:
+        """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError.
+
+        Reading the verdict waits for it, but not for the optimizer.
+        """
+        findings = verdict.read()
+        self.reader.next_sums = findings.next_counts
+        self.gradients.settle(findings.rejected)
         # A run that has reached its last step is not stopped.
         if findings.stop and self.step < self.job_config.training.steps:
-            self.stopped_by = self._stop.name or "a signal on another rank"
-            if self.job_config.validation.enable:
-                self.validator.suspended = True
+            self.stopped_by = self.stop.name or "a signal on another rank"
         if not findings.rejected:
             return
-        what, rank = self.running_step.fault(findings)
+        what, rank = "the global batch has no valid label (all are ignored)", None
+        if data.global_tokens:  # else 0/0: the weights are not the cause
+            what, rank = self.origin.of(findings, self.gradients)
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
-            good = self.checkpointer.newest(finite=True) or "none"
+            good = self.checkpointer.newest() or "none"
             line = f"step {self.step}: {what}; last good checkpoint: {good}"
             raise NonFiniteError(line, rank, self.step)
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", self.step, what)
-
-    def _measured(self, logs: bool) -> AbstractContextManager[object]:
-        """Count what a logged step sends and compresses."""
-        for compressor in self._residuals.compressors:
-            compressor.measuring = logs
-        if not (logs and self.job_config.metrics.comm_ledger):
-            return nullcontext()
-        self._ledger = self._ledger or self.new_ledger()
-        self._ledger.clear()
-        return self._ledger
-
-    def new_ledger(self) -> CommLedger:
-        """Build a ledger of this run's collectives."""
-        owned = ENTRIES[self.job_config.optimizer.name].sums_replicas
-        replicas = ("dp_replicate",) if owned else ()
-        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
-        groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        summing = [each for each in self.optimizers if hasattr(each, "named_groups")]
-        for optimizer in summing:
-            groups |= optimizer.named_groups()
-        return CommLedger(self.model_parts, groups, replicas, summing)
-
-    def forward_backward_step(
-        self,
-        *,
-        input_dict: dict[str, torch.Tensor],
-        labels: torch.Tensor,
-        global_valid_tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run forward and backward of one micro-batch, through a pipeline if there is one.
-
-        Inputs and labels are (b, s), on the device. `global_valid_tokens` divides the loss. The
-        result is a scalar; 0 without the last pipeline stage.
-        """
-        arguments = input_dict | loss_arguments(self.model_parts[0], labels)
-        tokens = arguments.pop("input")
-        with self.train_context():
-            if self.parallel_dims.pp_enabled:
-                run = self.pp_schedule.forward_backward
-                return run(tokens, labels, global_valid_tokens, **arguments)
-            # No name keeps the model's output: its memory is free before backward.
-            loss = self.loss_fn(self.model_parts[0](tokens, **arguments), labels)
-            loss = loss / global_valid_tokens
-            loss.backward()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the train state; tokens are summed over ranks, so any dp size can resume."""
@@ -341,6 +290,42 @@ class Trainer(TitanTrainer):
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"] // self._batch_degree
         self.skipped_steps = state_dict["skipped_steps"]
+
+    def close(self) -> None:
+        """End what runs beside training: worker processes, saving, logging."""
+        if self.graph is not None:
+            self.graph.free()
+        self.dataloader.close()
+        super().close()
+
+    def _start(self) -> None:
+        """Write and print what is known of the run once its checkpoint is loaded."""
+        self.before_start()
+        changed = self.write_record() or self.job_config.checkpoint.load_step != -1
+        self._first_step = self.step
+        self.metrics_processor.start_after(self.step, self.checkpointer.run, differs=changed)
+        self._report_start()
+        # The previous run may have been stopped between a save and its validation. Rank 0 alone
+        # has a history.
+        if self.step and self._validates() and not from_first_rank(self._has_validated()):
+            self.validator.validate(self.model_parts, self.step)
+
+    def write_record(self) -> bool:
+        """Write the run's configuration into the dump folder; return whether losses change."""
+        if dist.get_rank() != 0:
+            return False
+        record = run_record.run_record(self.job_config, self.parallel_dims.world_size)
+        resumed, changes = self.checkpointer.resumed, dict[str, list[Any]]()
+        if resumed is not None:
+            changes = run_record.changed(resumed.run, record, self.checkpointer.excluded)
+            past = list(resumed.run.get(run_record.CHANGES, []))
+            if changes:
+                past.append({"after_step": self.step, **changes})
+                console.info("After step %d: %s", self.step, run_record.described(changes))
+            record |= {run_record.CHANGES: past} if past else {}
+        run_record.write_record(self.job_config, record)
+        self.checkpointer.run = record
+        return run_record.changes_losses(changes)
 
     def _report_start(self) -> None:
         """Print the first lines of the console: model, layout, batch and first step."""
@@ -361,25 +346,75 @@ class Trainer(TitanTrainer):
         if config.compile.enable:
             console.info("The first step compiles the model, which may take minutes")
 
+    def _end(self) -> None:
+        """Write the summary of a run that is complete, or say how a stopped one goes on."""
+        saved = self.checkpointer.newest()
+        if not self.stopped_by:
+            self.metrics_processor.write_summary(self.step, saved)
+        elif dist.get_rank() == 0:
+            how = "run the same command again to resume" if saved else "checkpointing is off"
+            if saved and self.job_config.checkpoint.load_step != -1:
+                how = "run the command again without checkpoint.load_step to resume"
+            if self.stopped_by == MACHINES_CHANGED:
+                how = "the run goes on by itself"
+            total = self.job_config.training.steps
+            what = "Stopped by %s after step %d of %d, checkpoint %s: %s"
+            console.info(what, self.stopped_by, self.step, total, saved, how)
+
+    def _validates(self) -> bool:
+        """Return whether a validation follows this step; a run that is to stop has no time."""
+        enabled = self.job_config.validation.enable and not self.stopped_by
+        return enabled and self.validator.should_validate(self.step)
+
+    def _has_validated(self) -> bool:
+        if (log := self.metrics_processor.history) is None:
+            return False
+        records = history.read_history(log.path)
+        return any(r["step"] == self.step and history.VALIDATION_LOSS in r for r in records)
+
+    def _set_timeouts(self, seconds: int) -> None:
+        # Upstream does so after step 1 alone, not after a resumed run's first, and only for some
+        # groups. Saves keep theirs: ranks wait for one another's storage.
+        set_timeouts(timedelta(seconds=seconds), getattr(self.checkpointer, "pg", None))
+
     def _saved_before(self, error: BadDataError) -> BadDataError:
         """Save the state before this step; say so in the error. Call it on every rank."""
         failed = self.step
         self.step -= 1
-        saved = self.checkpointer.newest(finite=True)
+        saved = self.checkpointer.newest()
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
         how += ": repair it and run the same command again"
         return BadDataError(f"step {failed}: {error}; {how}", error.rank, failed)
 
-    def _log_step(self, rates: dict[str, float]) -> None:
+    def _measured(self, logs: bool) -> AbstractContextManager[CommLedger | None]:
+        """Count what a logged step sends and compresses."""
+        for compressor in self._residuals.compressors:
+            compressor.measuring = logs
+        if not (logs and self.job_config.metrics.comm_ledger):
+            return nullcontext()
+        self._ledger = self._ledger or self.new_ledger()
+        self._ledger.clear()
+        return self._ledger
+
+    def new_ledger(self) -> CommLedger:
+        """Build a ledger of this run's collectives."""
+        owned = ENTRIES[self.job_config.optimizer.name].sums_replicas
+        replicas = ("dp_replicate",) if owned else ()
+        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
+        groups = {name: mesh.get_group() for name, mesh in meshes.items()}
+        summing = [each for each in self.optimizers if hasattr(each, "named_groups")]
+        for optimizer in summing:
+            groups |= optimizer.named_groups()
+        return CommLedger(self.model_parts, groups, replicas, summing)
+
+    def _log_step(self, data: StepData, verdict: Verdict, rates: dict[str, float]) -> None:
         """Log the step that has ended; call it on every rank."""
-        data, loss = self.running_step.data, self.running_step.loss.clone()
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        pipeline = self.parallel_dims.get_optional_mesh("pp")
-        since_last = torch.stack(self._losses).mean()
+        loss, since_last = self.loss.clone(), torch.stack(self._losses).mean()
         self._losses.clear()
-        if pipeline is not None:
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        if (pipeline := self.parallel_dims.get_optional_mesh("pp")) is not None:
             # Only the last stage has the loss; rank 0 needs it for logging.
             dist.all_reduce(loss, group=pipeline.get_group())
             dist.all_reduce(since_last, group=pipeline.get_group())
@@ -393,58 +428,35 @@ class Trainer(TitanTrainer):
             self.step,
             dist_utils.dist_sum(loss, mesh),
             dist_utils.dist_max(own, mesh),
-            self.running_step.verdict.norm.item(),
+            verdict.norm.item(),
             extra_metrics={
                 history.TOKENS_SEEN: self.ntokens_seen * self._batch_degree,
                 **rates,
                 history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
-                **self.running_step.reader.metrics(),
+                **self.reader.metrics(data),
                 **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
                 **self._residuals.metrics(),
             },
         )
 
-    def _make_up_for_validation(self) -> None:
-        """Validate now if the previous run was stopped between a save and its validation."""
-        enabled = self.step and self.job_config.validation.enable
-        if not enabled or not self.validator.should_validate(self.step):
-            return
-        # Rank 0 alone has a history: all ranks ask whether any of them knows the loss.
-        known = False
-        if (log := self.metrics_processor.history) is not None:
-            records = history.read_history(log.path)
-            known = any(r["step"] == self.step and history.VALIDATION_LOSS in r for r in records)
-        if first_rank_where(known) is None:
-            self.validator.validate(self.model_parts, self.step)
 
-    def write_summary(self, checkpoint: str | None) -> None:
-        """Write the summary, which names the newest checkpoint, and the curve, on rank 0."""
-        processor, job_config = self.metrics_processor, self.job_config
-        memory = processor.device_memory_monitor.get_peak_stats().max_reserved_gib
-        peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        if processor.history is None:
-            return
-        file = Path(job_config.job.dump_folder) / history.SUMMARY_FILE
-        records = history.read_history(processor.history.path)
-        curve = file.with_name(history.CURVE_FILE)
-        what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
-        figures.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
-        summary = history.build_summary(records, self.step, peak.item(), checkpoint)
-        summary["curve"] = str(curve)
-        try:
-            summary |= self.more_summary()
-        except Exception as error:  # the steps are trained and saved
-            logger.warning("The summary lacks what a formula fails to give: %s", describe(error))
-        write_whole(file, json.dumps(summary, indent=2) + "\n")
-        logger.info("Summary written to %s", file)
-        processor.logger.publish(summary, curve)
+class StopSignal:
+    """Records a signal to stop, so that the trainer can finish and save its step."""
 
+    name: str | None = None  # the received signal, or `MACHINES_CHANGED`; None until one arrives
 
-def described_layout(dims: ParallelDims) -> str:
-    """Return the parallel degrees in words, such as ``4 ranks (dp_shard 2, tp 2)``."""
-    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-    degrees = ((name, getattr(dims, name)) for name in names)
-    split = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
-    return "1 rank" if dims.world_size == 1 else f"{dims.world_size} ranks ({split})"
+    def install(self) -> None:
+        """Handle the signals; a second one has its default action, below torchrun none."""
+        numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+        # A scheduler signals all processes of a job: a rank gets its signal and the launcher's.
+        later = signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            name = signal.Signals(number).name
+            self.name = MACHINES_CHANGED if number == signal.SIGUSR2 else name
+            for other in numbers:
+                signal.signal(other, later)
+
+        for number in numbers:
+            signal.signal(number, receive)

@@ -5,15 +5,12 @@ torchtitan averages per batch, which weights a short batch like a full one.
 """
 
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_lr.console.log import console
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import ValidationSet, moved
 from torchtitan_lr.data.prepare import open_rows
@@ -22,51 +19,12 @@ from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.stages import Pipeline
-from torchtitan_lr.titan import IGNORE_INDEX, base
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import JobConfig, LossFunction, ParallelDims, dist_utils
 from torchtitan_lr.titan.components import MetricsProcessor
 from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
 from torchtitan_lr.training.history import UNIGRAM_ENTROPY, VALIDATION_SECONDS, perplexity
-
-
-@torch.no_grad()
-def sum_over_ranks(
-    model_parts: list[nn.Module],
-    batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    loss_fn: base.LossFunction,
-    pipeline: Pipeline | None,
-    parallel_dims: base.ParallelDims,
-) -> tuple[float, float]:
-    """Sum the loss over all valid tokens of all ranks.
-
-    Batches are ``({"input": (b, s), ...}, labels (b, s))``, as many on every rank; ignored labels
-    do not count. Context-parallel ranks have the same rows, of which each computes its tokens.
-    """
-    for model in model_parts:
-        model.eval()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
-    num_tokens = torch.zeros_like(loss_sum)
-    context = context_ranks(parallel_dims)
-    for rows in batches:
-        batch = own_tokens(rows, context)
-        num_tokens += (batch[1] != IGNORE_INDEX).sum().item()
-        tokens, labels, arguments = moved(batch, device_type())
-        arguments |= loss_arguments(model_parts[0], labels)
-        if pipeline is not None:
-            loss_sum += pipeline.evaluate(tokens, labels, **arguments)
-        else:
-            loss_sum += loss_fn(model_parts[0](tokens, **arguments), labels)
-    mesh = parallel_dims.get_optional_mesh("loss")
-    # Only the last stage has a loss; every stage has the labels.
-    if (stages := parallel_dims.get_optional_mesh("pp")) is not None:
-        dist.all_reduce(loss_sum, group=stages.get_group())
-    total = base.dist_utils.dist_sum(num_tokens, mesh)
-    loss = base.dist_utils.dist_sum(loss_sum, mesh)
-    for model in model_parts:
-        model.train()
-    for module in fsdp_modules(model_parts):
-        module.reshard()  # a pipeline keeps weights unsharded until backward
-    return loss, total
 
 
 class Validator(BaseValidator):
@@ -74,70 +32,47 @@ class Validator(BaseValidator):
 
     def __init__(
         self,
-        job_config: base.JobConfig,
+        job_config: JobConfig,
         dp_world_size: int,
         dp_rank: int,
-        tokenizer: base.BaseTokenizer,
-        parallel_dims: base.ParallelDims,
-        loss_fn: base.LossFunction,
+        parallel_dims: ParallelDims,
+        loss_fn: LossFunction,
         validation_context: ValidationContext,
-        maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
         pp_schedule: Pipeline | None = None,
-        **_: bool | None,  # which stages this rank has; the schedule knows it
+        **_: Any,  # more that torchtitan passes: tokenizer, autocast, which stages this rank has
     ) -> None:
         super().__init__(job_config)
         self.parallel_dims = parallel_dims
         self.loss_fn = loss_fn
         self.validation_context = validation_context
-        self.maybe_enable_amp = maybe_enable_amp
         self.metrics_processor = metrics_processor
         self.pipeline = pp_schedule
         section = job_config.validation
         sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
         self.validation_set = ValidationSet(open_rows(job_config, "validation"), *sizes)
-        self._entropy: float | None = None
-        # torchtitan's own section has no such key.
-        self._first_step = getattr(section, "first_step", False)
         self.last_loss: float | None = None  # nats per token
-        self.suspended = False
+        self._entropy: float | None = None
 
     def should_validate(self, step: int) -> bool:
         """Validate every ``validation.freq`` steps and after the last; see ``first_step``."""
-        due = super().should_validate(step) or step == self.job_config.training.steps
-        if step == 1 and not self._first_step:
-            # Upstream always validates after step 1, where the model is still untrained.
-            due = 1 in (self.job_config.validation.freq, self.job_config.training.steps)
-        return due and not self.suspended
+        # Upstream always validates after step 1, where the model is still untrained.
+        section: Any = self.job_config.validation  # torchtitan's has no such key
+        first = step == 1 and section.first_step
+        return first or step % section.freq == 0 or step == self.job_config.training.steps
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
-        first = dist.get_rank() == 0
-        if self._entropy is None and self.job_config.compile.enable:
-            console.info("The first validation compiles the model once more, for no gradients")
-        batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
-        with self.validation_context(), self.maybe_enable_amp:
-            loss_sum, total = sum_over_ranks(
-                model_parts, batches, self.loss_fn, self.pipeline, self.parallel_dims
-            )
-        section = self.job_config.validation
+        with self.validation_context():
+            loss_sum, total = self._summed(model_parts)
+        dataset = self.job_config.validation.dataset
         want = "a corpus with labels in its first batches: every one here is ignored"
-        require(total, "validation.dataset", section.dataset, want)
+        require(total, "validation.dataset", dataset, want)
         self.last_loss = loss_sum / total
         if self._entropy is None:
-            # Each rank counts its own rows, once. Context-parallel ranks count the same ones, which
-            # changes no share. A trained model's loss must be below the
-            # entropy: it is the loss of the best model without context.
-            model: Any = model_parts[0]
-            counts = torch.zeros(model.model_args.vocab_size, dtype=torch.int64)
-            for _, labels in self.validation_set:
-                counts += torch.bincount(labels[labels != IGNORE_INDEX], minlength=len(counts))
-            counts = counts.to(device_type())
-            if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
-                dist.all_reduce(counts, group=mesh.get_group())
-            shares = counts.double() / counts.sum()
-            self._entropy = float(torch.special.entr(shares).sum())
+            vocabulary: Any = model_parts[0].model_args
+            self._entropy = self._unigram_entropy(vocabulary.vocab_size)
         self.metrics_processor.log_validation(
             self.last_loss,
             step,
@@ -148,3 +83,48 @@ class Validator(BaseValidator):
                 VALIDATION_SECONDS: time.perf_counter() - started,
             },
         )
+
+    @torch.no_grad()
+    def _summed(self, model_parts: list[nn.Module]) -> tuple[float, float]:
+        """Sum the loss over all valid tokens of all ranks; return it and their number.
+
+        Context-parallel ranks have the same rows (b, s), of which each computes its tokens.
+        """
+        for model in model_parts:
+            model.eval()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
+        num_tokens = torch.zeros_like(loss_sum)
+        context, length = context_ranks(self.parallel_dims), len(self.validation_set)
+        shown = dist.get_rank() == 0
+        for rows in progress(self.validation_set, "validation", length, shown=shown):
+            batch = own_tokens(rows, context)
+            num_tokens += (batch[1] != IGNORE_INDEX).sum().item()
+            tokens, labels, arguments = moved(batch, device_type())
+            arguments |= loss_arguments(model_parts[0], labels)
+            if self.pipeline is not None:
+                loss_sum += self.pipeline.evaluate(tokens, labels, **arguments)
+            else:
+                loss_sum += self.loss_fn(model_parts[0](tokens, **arguments), labels)
+        for model in model_parts:
+            model.train()
+        for module in fsdp_modules(model_parts):
+            module.reshard()  # a pipeline keeps weights unsharded until backward
+        # Only the last stage has a loss; every stage has the labels.
+        if (stages := self.parallel_dims.get_optional_mesh("pp")) is not None:
+            dist.all_reduce(loss_sum, group=stages.get_group())
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        total = dist_utils.dist_sum(num_tokens, mesh)
+        return dist_utils.dist_sum(loss_sum, mesh), total
+
+    def _unigram_entropy(self, vocab_size: int) -> float:
+        """Return the loss of the best model without context: a trained one's must be below it."""
+        # Each rank counts its own rows, once. Context-parallel ranks count the same ones, which
+        # changes no share.
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for _, labels in self.validation_set:
+            counts += torch.bincount(labels[labels != IGNORE_INDEX], minlength=vocab_size)
+        counts = counts.to(device_type())
+        if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
+            dist.all_reduce(counts, group=mesh.get_group())
+        shares = counts.double() / counts.sum()
+        return float(torch.special.entr(shares).sum())

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The verdict on a step: the ranks' common decision between backward and the optimizer.
+"""The verdict on a step, between backward and the optimizer: all ranks accept it, or reject it.
 
 It is one all-reduce, whose result stays on the device: the norm clips the gradients, ``rejected``
 makes the optimizer leave the step out. The host reads a copy once the step is queued.
@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_lr.agreement import first_rank_with, from_all_ranks
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.numerics import HostCopy
+from torchtitan_lr.optim.gradients import StoredGradients
+from torchtitan_lr.parallel.data_parallel import OwnGradients
+from torchtitan_lr.parallel.stages import Pipeline
+from torchtitan_lr.titan.components import OptimizersContainer
 
 
 class NonFiniteError(RunFailedError):
@@ -26,84 +31,151 @@ class NonFiniteError(RunFailedError):
 
 @dataclass(frozen=True)
 class Findings:
-    """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``."""
+    """What the host reads of a `Verdict`, equal on all ranks but for the last two."""
 
     rejected: bool  # whether the optimizer left the step out
     norm: float  # the norm of the full gradient
     bad_ranks: int  # number of ranks whose own loss is not finite
     stop: bool  # whether any rank received a stop signal
+    next_counts: tuple[float, ...]  # the sums of the next data's counts over the ranks
     loss_is_finite: bool  # whether this rank's own loss is finite
-    next_counts: tuple[float, ...] = ()  # the sums of ``next_counts`` over the ranks
-    depth: float = math.inf
-    """The first block of this rank whose output is not finite, of those that are looked at."""
+    depth: float  # this rank's `Origin.depth`
 
 
-class Depth:
-    """The first block whose output is not finite in a step, on the device.
+@dataclass(frozen=True)
+class Verdict:
+    """The ranks' common decision on one step, on the device; `decide` makes it."""
+
+    norm: Tensor  # of the full gradient, an fp64 scalar
+    rejected: Tensor  # 1 or 0, in fp32
+    numbers: HostCopy
+
+    def read(self) -> Findings:
+        """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
+        square, bad_ranks, stops, *counts, bad, rejected, depth = self.numbers.read()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        return Findings(
+            rejected > 0, norm, int(bad_ranks), stops > 0, tuple(counts), not bad, depth
+        )
+
+
+def decide(
+    loss: Tensor, share: Tensor, stop: bool, next_counts: Sequence[float], depth: Tensor
+) -> Verdict:
+    """Accept or reject a step with all ranks, in one all-reduce.
+
+    ``share`` is this rank's of the squared norm, ``next_counts`` are of the data read ahead.
+    """
+    bad = (~loss.isfinite()).double()
+    # Fills of the device's memory, not copies from the host's.
+    known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]
+    # The squared gradient norm, the ranks whose loss is not finite, stop signals and counts, (n,).
+    sums = torch.stack([share.to(loss.device, torch.float64), bad, *known])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    square, bad_ranks = sums[:2].unbind()
+    norm = square.sqrt()
+    # A NaN of one rank is in the sums of all: every rank rejects the step. Second moments and
+    # Gram matrices are in fp32, whose largest number is 3.4e38.
+    overflows = ~norm.float().square().isfinite()
+    rejected = ((bad_ranks > 0) | overflows).float()
+    own = torch.stack([bad, rejected.double(), depth.double()])
+    return Verdict(norm, rejected, HostCopy(torch.cat([sums, own])))
+
+
+def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
+    """Step all optimizers, unless the step is rejected.
+
+    The verdict is passed as torch's `GradScaler` does, in ``found_inf``. Fused Adam and optimizers
+    with ``takes_verdict`` then change nothing without a read of the host. For torch's others, and
+    weights that are offloaded, the host reads the verdict.
+    """
+    parts: list[Any] = list(optimizers)
+    if not all(_reads_found_inf(part, rejected.device) for part in parts):
+        if not rejected.item():
+            optimizers.step()
+        return
+    for part in parts:
+        part.found_inf = rejected
+    try:
+        optimizers.step()
+    finally:
+        for part in parts:
+            del part.found_inf
+
+
+def _reads_found_inf(optimizer: Any, device: torch.device) -> bool:
+    """Return whether an optimizer reads ``found_inf`` on a device."""
+    if getattr(optimizer, "takes_verdict", False):
+        return True
+    fused = all(group.get("fused", False) for group in optimizer.param_groups)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return fused and all(local_part(parameter).device == device for parameter in parameters)
+
+
+class Origin:
+    """Where a number that is not finite was made: what the passes of a step note for it.
 
     A NaN reaches ranks that have not made it; who has sees it in an earlier block. Of a pipeline's
     stage the last block is looked at, and where ranks share rows every one.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], every_block: bool, device: torch.device) -> None:
-        self.least = torch.full((), math.inf, device=device)
-        for part in parts:
+    def __init__(
+        self,
+        model_parts: Sequence[nn.Module],
+        pipeline: Pipeline | None,
+        shares_rows: bool,
+        device: torch.device,
+    ) -> None:
+        self.own = OwnGradients(model_parts)
+        # The first block of this rank whose output is not finite, of those that are looked at.
+        self.depth = torch.full((), math.inf, device=device)
+        self._parts = {0: model_parts[0]} if pipeline is None else pipeline.parts  # by stage
+        self._stages = 1 if pipeline is None else pipeline.stages  # of all ranks
+        for part in model_parts if shares_rows or pipeline is not None else ():
             blocks = list(part.get_submodule("layers").named_children())
-            for name, block in blocks if every_block else blocks[-1:]:
+            for name, block in blocks if shares_rows else blocks[-1:]:
                 block.register_forward_hook(partial(self._note, int(name)))
 
-    def clear(self) -> None:
+    def begin(self) -> None:
         """Begin a step."""
-        self.least.fill_(math.inf)
+        self.own.clear()
+        self.depth.fill_(math.inf)
 
     def _note(self, depth: int, block: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():  # a validation
             return
         x = local_part(output[0] if isinstance(output, tuple) else output).detach()
         total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
-        self.least.copy_(torch.where(total.isfinite(), self.least, self.least.clamp(max=depth)))
+        self.depth.copy_(torch.where(total.isfinite(), self.depth, self.depth.clamp(max=depth)))
 
+    def of(self, findings: Findings, gradients: StoredGradients) -> tuple[str, int | None]:
+        """Return why a step was rejected, and the rank; call it on every rank, before the next."""
+        if not findings.bad_ranks:
+            where, rank = self._in_backward(gradients)
+            return f"gradient norm is {findings.norm} ({where})", rank
+        # Blocks come before the loss, and ranks where all is finite last.
+        fine = math.isinf(findings.depth) and findings.loss_is_finite
+        depths = from_all_ranks((findings.depth, fine))
+        first = min(depths)
+        what = "loss" if math.isinf(first[0]) else f"output of block {int(first[0])}"
+        rank = depths.index(first)
+        return f"{what} of rank {rank} is not finite", rank
 
-class Verdict:
-    """The ranks' common decision on one step, on the device; `all_reduced` makes it.
+    def _in_backward(self, gradients: StoredGradients) -> tuple[str, int | None]:
+        """Return whose backward made a gradient that is not finite, in words and as a rank.
 
-    `sums` are over all ranks, (3 + counts,) in fp64: the squared gradient norm, the number of ranks
-    whose loss is not finite, the number of stop signals, and the counts of the next data.
-    """
-
-    def __init__(self, sums: Tensor, bad: Tensor, depth: Tensor | None = None) -> None:
-        square, bad_ranks = sums[:2].unbind()
-        self.norm = square.sqrt()  # of the full gradient, an fp64 scalar
-        # A NaN of one rank is in the sums of all: every rank rejects the step. Second moments and
-        # Gram matrices are in fp32, whose largest number is 3.4e38.
-        overflows = ~self.norm.float().square().isfinite()
-        self.rejected = ((bad_ranks > 0) | overflows).float()  # 1 or 0
-        deep = torch.full_like(bad, math.inf) if depth is None else depth.double()
-        own = torch.stack([bad, self.rejected.double(), deep])
-        self._numbers = HostCopy(torch.cat([sums, own]))
-
-    @classmethod
-    def all_reduced(
-        cls,
-        loss: Tensor,
-        share: Tensor,
-        stop: bool,
-        next_counts: Sequence[float] = (),
-        depth: Tensor | None = None,
-    ) -> "Verdict":
-        """Decide with all ranks, in one all-reduce."""
-        bad = (~loss.isfinite()).double()
-        # Fills of the device's memory, not copies from the host's.
-        known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]
-        sums = torch.stack([share.to(loss.device, torch.float64), bad, *known])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-        return cls(sums, bad, depth)
-
-    def read(self) -> Findings:
-        """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        square, bad_ranks, stops, *counts, bad, rejected, depth = self._numbers.read()
-        norm = math.sqrt(square) if square >= 0 else math.nan
-        return Findings(
-            rejected > 0, norm, int(bad_ranks), stops > 0, not bad, tuple(counts), depth
-        )
+        A NaN spreads against the order of the layers: the last parameter that has one is nearest to
+        its origin. Tensor-parallel ranks share sums, so the first is named.
+        """
+        sources = [("", gradients.nonfinite)]
+        if self.own.watching:  # what is left are sums over the ranks: a rank's own first
+            of_sums = "only in the sum over the ranks, ", gradients.nonfinite
+            sources = [("", self.own.nonfinite), of_sums]
+        for kind, nonfinite in sources:
+            for stage in reversed(range(self._stages)):
+                names = nonfinite(self._parts[stage]) if stage in self._parts else []
+                if at := first_rank_with(names[-1] if names else None):
+                    rank, name = at
+                    return f"{kind}rank {rank}: {name}", rank
+        return "every entry is finite, but the squares overflow", None

@@ -3,35 +3,29 @@
 
 import multiprocessing
 import os
-import resource
 import signal
 from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.checkpoints.folders import is_free, unfinished, write_whole
+from tests.support.full_disk import files_of_at_most
+from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free, unfinished, write_whole
 from torchtitan_lr.errors import describe_error
 from torchtitan_lr.training.figures import finish, new_figure
 
 
 @pytest.mark.parametrize("kind", ["text", "picture"])
 def test_the_error_names_the_file_and_the_old_one_stays(tmp_path, kind):
-    path = tmp_path / "result"
+    path = tmp_path / "result.png"
     path.write_text("old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))  # of each file, in bytes
-    try:
-        with pytest.raises(OSError, match="File too large") as found:
-            if kind == "text":
-                write_whole(path, "new" * 1000)
-            else:
-                finish(new_figure(), tmp_path / "picture.png")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    named = path if kind == "text" else tmp_path / "picture.png"
-    assert describe_error(found.value) == f"error: {named}: File too large"
+    with files_of_at_most(256), pytest.raises(OSError, match="File too large") as found:
+        if kind == "text":
+            write_whole(path, "new" * 1000)
+        else:
+            finish(new_figure(), path)
+    assert describe_error(found.value) == f"error: {path}: File too large"
     if kind == "text":
-        assert path.read_text() == "old" and os.listdir(tmp_path) == ["result"]
+        assert path.read_text() == "old" and os.listdir(tmp_path) == ["result.png"]
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -66,20 +60,22 @@ def write_two(out, changes):
             (place / name).write_text("written")
 
 
-@pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize("changes", range(3))
-def test_a_killed_command_leaves_all_or_what_the_next_one_deletes(changes, exists, tmp_path):
-    out = tmp_path / "out"
+@pytest.mark.parametrize(
+    ("exists", "changes"), [(False, 0), (False, 1), (True, 0), (True, 1), (True, 2)]
+)
+def test_a_killed_command_leaves_all_or_what_the_next_one_deletes(exists, changes, tmp_path):
+    out, needed = tmp_path / "out", 2 if exists else 1
     if exists:
         out.mkdir()
     child = multiprocessing.get_context("fork").Process(target=write_two, args=(out, changes))
     child.start()
     child.join()
-    assert child.exitcode == (0 if changes == 2 else -signal.SIGKILL)
-    if not is_free(out):
-        assert changes == 2 or (changes, exists) == (1, False)
-        assert {"a", "folder"} <= {*os.listdir(out)} and (out / "folder/b").read_text()
-        return
-    with unfinished(out) as place:
-        (place / "c").touch()
-    assert os.listdir(out) == ["c"] and os.listdir(tmp_path) == ["out"]
+    assert child.exitcode == (0 if changes == needed else -signal.SIGKILL)
+    if changes == needed:
+        assert {*os.listdir(out)} == {"a", "folder"} and (out / "folder/b").read_text()
+    elif changes:  # an existing folder is filled name by name: a kill between two is told apart
+        assert not is_free(out) and UNFINISHED in os.listdir(out)
+    else:
+        with unfinished(out) as place:
+            (place / "c").touch()
+        assert os.listdir(out) == ["c"] and os.listdir(tmp_path) == ["out"]

@@ -59,7 +59,7 @@ def test_what_dcp_writes_is_read_as_dcp_reads_it(saved: Path) -> None:
     theirs.storage_meta.load_id = None
     assert ours == theirs
     states: dict[str, Any] = {"train_state": dict.fromkeys(VALUES), "half": torch.zeros(2, 3)}
-    load(states, saved, no_dist=True)
+    load(states, saved)
     assert states["train_state"] == VALUES
     assert states["half"].eq(1).all()
 
@@ -73,7 +73,7 @@ def test_upstream_would_run_it(evil: Path, tmp_path: Path) -> None:
 
 WAYS_IN: dict[str, Callable[[Path], Any]] = {
     "itself": read_metadata,
-    "load": lambda step: load({"half": torch.zeros(2, 3)}, step, no_dist=True),
+    "load": lambda step: load({"half": torch.zeros(2, 3)}, step),
     "commands": lambda step: load_weights(step, tiny_args("cola")),
 }
 
@@ -92,7 +92,7 @@ def test_a_ranks_own_metadata_is_not_read(evil: Path, tmp_path: Path) -> None:
     (evil / "__0.metadata").write_bytes((evil / ".metadata").read_bytes())
     (evil / ".metadata").unlink()
     with pytest.raises(CheckpointException):
-        load({"half": torch.zeros(2, 3)}, evil, no_dist=True)
+        load({"half": torch.zeros(2, 3)}, evil)
     assert not (tmp_path / "made").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_value_is_not_run_either(saved: Path, tmp_path: Path) -> None:
     replace_value(saved, "train_state.step", Evil(tmp_path / "made"))
     states: dict[str, Any] = {"train_state": dict.fromkeys(VALUES)}
     with pytest.raises(CheckpointException, match="Weights only load failed"):
-        load(states, saved, no_dist=True)
+        load(states, saved)
     assert not (tmp_path / "made").exists()
     # The control: DCP's own way runs it.
     dcp.load({"train_state": dict.fromkeys(VALUES)}, checkpoint_id=str(saved), no_dist=True)
@@ -137,8 +137,6 @@ ATTACKS = {
         named("builtins", "getattr"), named("pathlib", "PosixPath"), text("cwd"), pickle.TUPLE2,
         pickle.REDUCE,
     ),
-    "deep lists": pickled(pickle.EMPTY_LIST * 50_000, pickle.APPEND * 49_999),
-    "a text without an end": pickled(pickle.BINUNICODE + b"\xff\xff\xff\x7f"),
     "nothing": b"",
 }  # fmt: skip
 
@@ -150,7 +148,7 @@ def test_what_a_table_of_contents_has_no_use_for(attack: str, saved: Path) -> No
         read_metadata(saved)
 
 
-@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", ""])
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "", ".."])
 def test_files_elsewhere_are_refused(saved: Path, name: str) -> None:
     metadata = read_metadata(saved)
     next(iter(metadata.storage_data.values())).relative_path = name

@@ -1,24 +1,24 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Values that cannot work are refused in one line, and no others are."""
 
-import json
+import os
+import sys
 
 import pytest
 
-from tests.support.config_checks import MAIN, check, refusal
-from torchtitan_lr.checkpoints.record import Record
+from tests.support.config_checks import MAIN, check, refusal, without_privileges
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.support import check_compression
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.models import configured
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.training import fingerprint
-from torchtitan_lr.training.fingerprint import identity_of
 from torchtitan_lr.training.loading import build_model_args
 
 # One example of every kind: a range of the schema and of torchtitan's keys, a choice, what depends
-# on another key, on the ranks, on the model, on a file.
+# on another key, on the ranks, on the model, on a file. The first option is the one to blame.
 REFUSALS = [
-    # option, value as told, what would work
+    # options, value as told, what would work
     ("training.seq_len=0", "0", "a positive"),
     ("training.global_batch_size=33", "33", "a multiple of 16 (training.local_batch_size 8 x 2"),
     ("training.dataset=wikipedia", "'wikipedia'", "one of cpython"),
@@ -27,8 +27,10 @@ REFUSALS = [
     ("checkpoint.load_step=7", "7", "-1: "),
     ("checkpoint.initial_load_path=/no", "'/no'", "the folder of one complete checkpoint"),
     ("checkpoint.exclude_from_loading=optimiser", "'optimiser'", "optimizer, lr_scheduler"),
+    ("checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem'", "on a CPU"),
     ("parallelism.tensor_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
     ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),
+    ("activation_checkpoint.mode=full compile.enable", "'full'", "'none' or 'low_rank'"),
     ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
     ("parallelism.tp_plan=vanila", "'vanila'", " (did you mean 'vanilla'?)"),
     ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
@@ -36,96 +38,55 @@ REFUSALS = [
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
     ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
     ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
+    ("training.seq_len=126 parallelism.context_parallel_degree=2 validation.no_enable", "126", "4"),
+    ("training.seq_len=0 comm.mode=fake_backend", "0", "a positive"),
+    ("grad_compression.codec=gzip", "'gzip'", "'none', 'sparse', 'sketch'"),
+    ("grad_compression.theta=1", "1.0", "[0, 1)"),
+    ("grad_compression.min_size=99999999 grad_compression.codec=sparse", "9999", "some tensor"),
+    # Keys of torchtitan that nothing here reads.
+    ("memory_estimation.enable", "True", "not supported"),
+    ("checkpoint.create_seed_checkpoint", "True", "the same weights"),
+    ("experimental.custom_args_module=other", "'other'", "leave it out"),
+    ("low_rank.lax_gate=scalar", "'scalar'", ""),
 ]
 
-# Keys of torchtitan that nothing here reads.
-NOT_READ = (
-    *("memory_estimation.enable", "checkpoint.initial_load_in_hf_quantized"),
-    "checkpoint.create_seed_checkpoint",
-    *("experimental.custom_args_module=other", "low_rank.lax_gate=scalar"),
-)
 
-
-ROW_SHARED = ("--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2")
-
-
-@pytest.mark.parametrize(
-    ("options", "device", "want"),
-    [
-        (
-            "training.seq_len=126 validation.no_enable",
-            "cpu",
-            "training.seq_len: got 126, expected a multiple of 4: 2 * ",
-        ),
-        (
-            "training.seq_len=128",
-            "cuda",
-            "context_parallel_degree: got 2, expected 1 on a GPU in fl",
-        ),
-    ],
-)
-def test_rows_that_ranks_cannot_share(options, device, want):
+@pytest.mark.parametrize(("options", "got", "want"), REFUSALS)
+def test_refusals_name_key_value_and_what_works(options, got, want, tmp_path):
     given = [f"--{option}" for option in options.split()]
-    assert want in refusal(*ROW_SHARED, *given, device=device)
-
-
-def test_what_would_be_ignored_is_refused():
-    for option in NOT_READ:
-        assert refusal(f"--{option}").startswith(f"{option.partition('=')[0]}: got ")
-
-
-GPU_ONLY = [
-    ("profiling.enable_profiling", "True", "false on a CPU"),
-    ("training.enable_cpu_offload", "True", "false on a CPU"),
-]
-
-COMPILED = ("--compile.enable", "--parallelism.tensor_parallel_degree=2")
-
-
-def test_compiled_tensor_parallel_blocks_may_not_repeat_attention_on_a_cpu(monkeypatch):
-    monkeypatch.setenv("CXX", "true")  # any compiler that exists
-    full = "--activation_checkpoint.mode=full"
-    text = refusal(*COMPILED, full)
-    assert text.startswith("activation_checkpoint.mode: got 'full', expected 'none' or")
-    check(*COMPILED, full, device="cuda")
-    check(COMPILED[0], "--parallelism.tensor_parallel_degree=1", full)
-    check(*COMPILED, "--activation_checkpoint.mode=low_rank")
-
-
-@pytest.mark.parametrize(("option", "got", "want"), REFUSALS + GPU_ONLY)
-def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
-    text = refusal(f"--{option}", f"--job.dump_folder={tmp_path}")
-    key = option.partition("=")[0]
-    blamed = {"training.dataset=local": "training.dataset_path"}.get(option, key)
-    assert text.startswith(f"{blamed}: got {got}, expected ")
+    text = refusal(*given, f"--job.dump_folder={tmp_path}")
+    assert text.startswith(f"{options.split()[0].partition('=')[0]}: got {got}")
     assert want in text
 
 
 ACCEPTED = [
-    ["--training.max_norm=inf", "--training.global_batch_size=32", "--optimizer.beta1=0"],
-    ["--training.global_batch_size=-1", "--lr_scheduler.warmup_steps=0", "--validation.steps=-1"],
-    ["--training.steps=5", "--comm.mode=fake_backend", "--lr_scheduler.total_steps=100000"],
-    ["--validation.no_enable", "--validation.seq_len=4096", "--checkpoint.keep_latest_k=0"],
-    ["--checkpoint.no_enable", "--checkpoint.load_step=7"],
-    [
-        "--parallelism.tensor_parallel_degree=1",
-        "--parallelism.data_parallel_replicate_degree=4",
-        "--parallelism.data_parallel_shard_degree=1",
-    ],
-    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
-    ["--model.name=llama_lax", "--low_rank.lax_gate=scalar"],
-    ["--debug.seed=9223372036854775807"],
+    "training.max_norm=inf training.global_batch_size=32 optimizer.beta1=0",
+    "lr_scheduler.warmup_steps=0 validation.steps=-1 debug.seed=9223372036854775807",
+    "training.steps=5 comm.mode=fake_backend lr_scheduler.total_steps=100000",
+    "validation.no_enable validation.seq_len=4096 checkpoint.no_enable checkpoint.load_step=7",
+    "parallelism.tensor_parallel_degree=1 parallelism.data_parallel_replicate_degree=4",
+    "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op",
+    "model.name=llama_lax low_rank.lax_gate=scalar",
+    "compile.enable activation_checkpoint.mode=low_rank",
+    "compile.enable activation_checkpoint.mode=full parallelism.tensor_parallel_degree=1",
 ]
 
 
-@pytest.mark.parametrize("argv", ACCEPTED, ids=" ".join)
-def test_no_false_refusals(argv, tmp_path):
-    check(*argv, f"--job.dump_folder={tmp_path}")
+@pytest.mark.parametrize("options", ACCEPTED)
+def test_no_false_refusals(options, tmp_path):
+    check(*[f"--{option}" for option in options.split()], f"--job.dump_folder={tmp_path}")
 
 
-@pytest.mark.parametrize("option", [case[0] for case in GPU_ONLY])
-def test_what_a_cpu_refuses_a_gpu_takes(option, tmp_path):
-    check(f"--{option}", f"--job.dump_folder={tmp_path}", device="cuda")
+def test_what_a_gpu_takes_and_a_cpu_does_not(tmp_path):
+    here = f"--job.dump_folder={tmp_path}"
+    check("--compile.enable", "--activation_checkpoint.mode=full", here, device="cuda")
+    check("--checkpoint.async_mode=async_with_pinned_mem", here, device="cuda")
+    text = refusal("--parallelism.context_parallel_degree=2", here, device="cuda")
+    assert text.startswith("parallelism.context_parallel_degree: got 2, expected 1, unless flash")
+    offload = ["--training.enable_cpu_offload", here]  # state that is sent would be on the CPU
+    check(*offload, device="cuda")
+    text = refusal(*offload, "--optimizer.name=Muon", device="cuda")
+    assert text == "training.enable_cpu_offload: got True, expected false with Muon"
 
 
 def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
@@ -137,87 +98,123 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
     words = {f"w{i}": i for i in range(4097)}
     model = tokenizers.models.WordLevel(words, unk_token="w0")
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
-    text = refusal(f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}")
+    options = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}"]
+    text = refusal(*options)
     assert text.startswith("model.hf_assets_path: got ")
     assert "at most 4096 tokens for llama_cola debug, or model.vocab_size = 4097" in text
     # What the refusal proposes works.
-    options = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}"]
     config = build_job_config([f"--job.config_file={MAIN}", *options, "--model.vocab_size=4097"])
     check_vocabulary(config, 4, "cpu")
     assert build_model_args(config).vocab_size == 4160
 
 
-def test_load_step_lists_what_there_is(tmp_path):
-    folder = tmp_path / "checkpoint"
-    whole = {"train_state": {}, "optimizer": {}, "lr_scheduler": {}, "dataloader": {}}
-    for step in (10, 9, 100, 110):
-        (folder / f"step-{step}").mkdir(parents=True)
-        if step != 110:  # it has a folder, but was never finished
-            (folder / f"step-{step}" / ".metadata").touch()
-            Record({"model": {}} | (whole if step < 100 else {})).write(folder / f"step-{step}")
-    (folder / "step-100/.metadata").unlink()  # in Hugging Face's format
-    for step in (11, 110):
-        text = refusal(f"--checkpoint.load_step={step}", f"--job.dump_folder={tmp_path}")
-        assert text == f"checkpoint.load_step: got {step}, expected one of 9, 10, 100"
-    check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}")
-    text = refusal("--checkpoint.load_step=100", f"--job.dump_folder={tmp_path}")
-    assert f"{folder}/step-100', expected one with train_state: it holds model; " in text
-    text = refusal(f"--checkpoint.initial_load_path={folder}/step-110")
-    assert text.endswith(f"; in {folder} are the steps 9, 10, 100")
-    assert refusal(f"--checkpoint.initial_load_path={folder}").endswith("9, 10, 100")
-    check(f"--checkpoint.initial_load_path={folder}/step-9")
-
-
-def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
-    model = fingerprint.model_fingerprint(FLAVORS["cola"]["debug"])
-    step = tmp_path / "checkpoint/step-5"
-    step.mkdir(parents=True)
-    (step / ".metadata").touch()
-    states = {"model": model, "train_state": {}, "optimizer": {}, "dataloader": {}}
-    Record(states).write(step)
-    here, svd = f"--job.dump_folder={tmp_path}", "--model.name=llama_svd"
-    check(here, "--training.seq_len=256")
-    line = f"model.name: got 'llama_svd', expected 'llama_cola' as in {step}, which holds another"
-    assert refusal(here, svd).startswith(line)
-    elsewhere = [f"--job.dump_folder={tmp_path}/new", f"--checkpoint.initial_load_path={step}"]
-    assert refusal(*elsewhere, svd).startswith(line)
-    for content in ("{", "[]", '{"format": 2}', json.dumps({"format": 1, "checksum": 1})):
-        (step / "step.json").write_text(content)
-        for where in ([here], elsewhere):
-            line = refusal(*where, svd)
-            assert line.startswith(f"checkpoint: got '{step}', expected a whole one (step.json")
-
-
-def test_residuals_belong_to_their_layout(tmp_path):
-    step = tmp_path / "checkpoint/step-5"
-    step.mkdir(parents=True)
-    (step / ".metadata").touch()
-    options = [f"--job.dump_folder={tmp_path}", "--grad_compression.codec=sparse"]
-    options += ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=4"]
-    config = build_job_config([f"--job.config_file={MAIN}", *options])
-    saved = identity_of(config, 4, configured.configured_args(config), "")
-    saved |= {"model": {}, "dataloader": {}}
-    Record(saved).write(step)
+@pytest.mark.parametrize(("key", "name"), [("job.dump_folder", ""), ("checkpoint.folder", "saves")])
+def test_a_file_in_a_folders_place_is_refused(tmp_path, key, name):
+    """The first save may be hours away."""
+    folder = tmp_path / "dump"
+    blocking = folder / name
+    blocking.parent.mkdir(exist_ok=True)
+    blocking.write_text("")
+    options = [f"--job.dump_folder={folder}", "--checkpoint.folder=saves"]
+    want = f"expected a folder that {blocking} does not block: it is a file"
+    assert refusal(*options) == f"{key}: got {name or str(folder)!r}, {want}"
+    # The control: with a folder in that place the run may start.
+    blocking.unlink()
+    blocking.mkdir()
     check(*options)
-    for option, line in {
-        "--grad_compression.min_size=5000": "grad_compression.min_size: got 5000, expected 16384",
-        "--parallelism.data_parallel_replicate_degree=2": "parallelism.data_parallel_replicate_d",
-    }.items():
-        assert refusal(*options, option).startswith(line)
-        way = ["--checkpoint.load_step=5", "--checkpoint.exclude_from_loading=grad_compression"]
-        assert all(part in refusal(*options, option) for part in way)
-        check(*options, option, *way)
-    check(*options, "--grad_compression.codec=none")
-    Record({key: value for key, value in saved.items() if key != "grad_compression"}).write(step)
-    assert "expected one with grad_compression: it holds " in refusal(*options)
 
 
-def test_cpu_offload_needs_shards(tmp_path):
-    """And an optimizer that sends nothing of its state, which would be on the CPU."""
-    argv = ["--training.enable_cpu_offload", f"--job.dump_folder={tmp_path}"]
-    check(*argv, device="cuda")
-    text = refusal(*argv, "--optimizer.name=Muon", device="cuda")
-    assert text == "training.enable_cpu_offload: got True, expected false with Muon"
-    argv.append("--parallelism.data_parallel_replicate_degree=2")
-    text = refusal(*argv, device="cuda")
-    assert text.startswith("training.enable_cpu_offload: got True, expected false unless")
+@pytest.mark.skipif(
+    sys.platform != "linux" and os.geteuid() == 0, reason="root may write everywhere"
+)
+def test_dump_folder_without_permission(tmp_path):
+    closed, hidden = tmp_path / "closed", tmp_path / "hidden"
+    (hidden / "run").mkdir(parents=True)
+    closed.mkdir(0o500)
+    hidden.chmod(0)
+    for folder in (closed, hidden):
+        argv = f"--job.dump_folder={folder}/run"
+        text = without_privileges(lambda argv=argv: refusal(argv))
+        assert text.startswith("job.dump_folder: got ") and f"a folder that {folder} lets" in text
+        folder.chmod(0o700)  # nothing but the permission was in the way
+        without_privileges(lambda argv=argv: check(argv))
+
+
+SKETCH = ["--model.name=llama_full", "--training.local_batch_size=1"]
+SKETCH += ["--parallelism.tensor_parallel_degree=1", "--grad_compression.codec=sketch"]
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "least"),
+    [
+        (2, ["level=4x"], 0.9014),
+        (8, ["level=10x"], 0.9904),
+        (4, ["level=custom", "c=4", "theta=0.9"], 0.9495),
+    ],
+)
+def test_a_sketch_that_would_not_peel_names_the_smallest_theta(world, options, least, tmp_path):
+    here = [*SKETCH, f"--job.dump_folder={tmp_path}"]
+    argv = [*here, *(f"--grad_compression.{option}" for option in options)]
+    text = refusal(*argv, world=world)
+    assert f"a theta of at least {least} (" in text and "does not peel" in text
+    check(*argv, "--grad_compression.auto", world=world)
+    c = {"2x": 2, "4x": 4, "10x": 10}.get(options[0].partition("=")[2], 4)
+    at = [*here, "--grad_compression.level=custom", f"--grad_compression.c={c}"]
+    check(*at, f"--grad_compression.theta={least}", world=world)
+    refusal(*at, f"--grad_compression.theta={least - 0.0001:.4f}", world=world)
+
+
+def test_layouts_of_a_codec(tmp_path):
+    here = [*SKETCH, f"--job.dump_folder={tmp_path}"]
+    replicate = "--parallelism.data_parallel_replicate_degree="
+    # The two hosts of HSDP exchange, not its four shards.
+    check(*here, "--grad_compression.level=2x", replicate + "2", world=8)
+    text = refusal(*here, replicate + "4", world=4)
+    assert text.startswith("grad_compression.codec: got 'sketch', expected 'none' unless FSDP")
+    config = build_job_config(SKETCH)
+    config.optimizer.name = "TSRAdam"
+    with pytest.raises(ConfigError, match=r"'none' with optimizer\.name = 'TSRAdam'"):
+        check_compression(config, 4, "cpu")
+
+
+PIPELINE = "--parallelism.pipeline_parallel"
+STAGES = [
+    *("--model.name=llama_lax", "--model.flavor=debug"),  # 4 blocks
+    "--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k",
+    *("--training.seq_len=32", "--training.local_batch_size=8", f"{PIPELINE}_degree=2"),
+]
+ZBV = f"{PIPELINE}_schedule=ZBVZeroBubble"
+LOOPED = f"{PIPELINE}_schedule=Interleaved1F1B"
+SPLITS = {
+    "missing": "tok_embeddings layers.0 layers.1, layers.2 norm output",
+    "disorder": "tok_embeddings layers.1 layers.0, layers.2 layers.3 norm output",
+    "three": "tok_embeddings, layers.0 layers.1, layers.2 layers.3 norm output",
+    "alone": "tok_embeddings layers.0 layers.1 layers.2 layers.3 norm, output",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "want"),
+    [
+        ([f"{PIPELINE}_degree=3"], "degree", "a divisor of"),
+        ([f"{PIPELINE}_schedule=DualPipeV"], "schedule", "one of 1F1B, GPipe, Interleaved1F1B"),
+        ([f"{PIPELINE}_schedule_csv=x.csv"], "schedule_csv", "'' with a pipeline"),
+        ([ZBV, "--compile.enable"], "compile.enable", "one backward, not two"),
+        ([ZBV, f"{PIPELINE}_degree=4"], "degree", "fewer stages than 8, into which 4 blocks"),
+        *[([split], "module_fqns_per_model_part", "2 stages which list") for split in SPLITS],
+        *(([], "", ""), ([ZBV], "", ""), ([LOOPED], "", "")),  # what works
+        ([LOOPED, f"{PIPELINE}_layers_per_stage=1"], "", ""),
+    ],
+)
+def test_pipelines(arguments, key, want):
+    split = SPLITS.get(arguments[0]) if arguments else None
+    config = build_job_config([*STAGES, *([] if split else arguments)])
+    if split:
+        parts = [part.split() for part in split.split(",")]
+        config.parallelism.module_fqns_per_model_part = parts
+    if not key:
+        check_job_config(config, 4, "cpu")
+        return
+    with pytest.raises(ConfigError) as info:
+        check_job_config(config, 4, "cpu")
+    assert key in info.value.key and want in str(info.value) and "\n" not in str(info.value)

@@ -50,12 +50,11 @@ def by_hand(step, texts, seq_len):
 
 
 @pytest.mark.parametrize("seq_len", [0, 24])
-def test_loss_perplexity_and_bits_per_byte(step, texts, tmp_path, capsys, seq_len):
+def test_loss_perplexity_and_bits_per_byte(step, texts, capsys, seq_len):
     usual = (step, "--corpus", "local", "--path", texts, "--device", "cpu", "--seq_len", seq_len)
-    status, out, _ = command(capsys, *usual, "--json", "--out", tmp_path / "out.json")
+    status, out, _ = command(capsys, *usual, "--json")
     assert status == 0
     found = json.loads(out)
-    assert json.loads((tmp_path / "out.json").read_text()) == found
     kept = [text for text in TEXTS if text]
     total, count = by_hand(step, kept, seq_len or 64)
     size = sum(len(text.encode()) for text in kept)
@@ -73,8 +72,8 @@ def test_loss_perplexity_and_bits_per_byte(step, texts, tmp_path, capsys, seq_le
     )
     assert abs(fewer["loss"] - found["loss"]) > 1e-6
     text = command(capsys, *usual)[1]
-    assert f"loss           {total / count:.4f} nats/token\n" in text
-    assert f"bits per byte  {found['bits_per_byte']:.4f}\n" in text
+    assert f"loss                 {total / count:.4f}\n" in text
+    assert f"bits per byte        {found['bits_per_byte']:.4f}\n" in text
 
 
 def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
@@ -92,25 +91,3 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     assert found["tokens"] == losses.numel()
     assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-12)
     assert found["bits_per_byte"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--corpus", "local"], "--path: got None"),
-        (
-            ["--parallelism.tensor_parallel_degree=2"],
-            "got '--parallelism.tensor_parallel_degree=2'",
-        ),
-        (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),
-        (["--documents", "2"], "--documents: got 2, expected a --corpus beside it"),
-        (["--corpus", "python_stdlib", "--device", "abacus"], "--device: got 'abacus'"),
-        (["--corpus", "local", "--path", "EMPTY"], "--path: got"),
-    ],
-)
-def test_refusals(step, tmp_path, capsys, options, line):
-    (tmp_path / "empty.txt").write_text("")
-    options = [str(tmp_path / "empty.txt") if o == "EMPTY" else o for o in options]
-    status, out, err = command(capsys, step, *options)
-    assert (status, out) == (2, ""), err
-    assert err.startswith(f"error: {line}") and err.count("\n") == 1, err

@@ -5,7 +5,7 @@ import pytest
 
 from torchtitan_lr.commands import measure_comm as script
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.start import place_run
+from torchtitan_lr.experiments.start import place_run
 
 
 def row(scope, overlapped, calls=1):

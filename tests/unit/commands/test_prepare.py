@@ -57,22 +57,6 @@ def test_files_are_prepared_and_verified(tmp_path, capsys):
     assert f"delete {out}, and `torchtitan-lr prepare ... --out {out}`" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--tokenizer", SHIPPED], "SOURCE: got ''"),
-        (["nowhere.txt", "--tokenizer", SHIPPED], "SOURCE: got 'nowhere.txt'"),
-        (["cpython", "--tokenizer", SHIPPED, "--tokens", "inf"], "--tokens: got inf"),
-        (["--verify"], "--out: got "),
-        (["cpython", "--tokenizer", SHIPPED, "--max_bad_records", "-1"], "--max_bad_records: got"),
-    ],
-)
-def test_refusals(tmp_path, capsys, options, line):
-    status, out, err = command(capsys, *options, "--out", tmp_path / "out")
-    assert (status, out) == (2, ""), err
-    assert err.startswith(f"error: {line}") and err.count("\n") == 1, err
-
-
 COMMIT = "0123456789" * 4
 
 

@@ -29,22 +29,22 @@ sys.exit(main())
 """
 
 
-def start(**options):
+def start(ignored=()):
+    """Start a command that receives all signals but the ignored ones, also below ``cmd &``."""
+
+    def heed():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
     command = [sys.executable, "-c", PROGRAM]
-    options = {"preexec_fn": heed} | options
-    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, **options)
-
-
-def heed():
-    """Receive all signals, also where the tests were started with `&`, which ignores SIGINT."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, preexec_fn=heed)
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_in_one_line(number):
     with start() as process:
-        assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         process.send_signal(number)  # as `timeout` does
         out, err = process.communicate(timeout=300)
@@ -53,11 +53,7 @@ def test_a_signal_ends_in_one_line(number):
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():
-    def ignore():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    with start(preexec_fn=ignore) as process:
-        assert process.stdout.readline() == "ready\n"
+    with start([signal.SIGHUP]) as process:
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=300)

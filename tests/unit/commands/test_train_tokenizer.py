@@ -51,13 +51,10 @@ def test_size_special_tokens_and_round_trip(text, tmp_path):
     assert trained < len(WORDS) / 2  # negative control: bytes alone would give len(WORDS)
 
 
-@pytest.mark.parametrize(
-    ("size", "part"), [("200", "at least 259"), ("60000", "at most"), ("9" * 9, "at most 1000000")]
-)
-def test_sizes_that_cannot_be(text, tmp_path, capsys, size, part):
-    assert train(text, tmp_path / "out", "--vocab_size", size) == 2
+def test_sizes_that_cannot_be(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--vocab_size", "60000") == 2
     message = capsys.readouterr().err
-    assert f"--vocab_size: got {size}, expected {part}" in message
+    assert "--vocab_size: got 60000, expected at most" in message
     assert message.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
@@ -86,25 +83,19 @@ def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
         assert tokenizer.decode(ids.tolist()[1:-1]) == line
 
 
-@pytest.mark.parametrize(
-    "content", [b"no base64 here\n", b"\x0a\x0e\x0a\x05<unk>\x15", b"YQ== 0\nYg== 2\n"]
-)
-def test_what_is_no_rank_file(tmp_path, capsys, content):
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    options = ["--ranks", str(tmp_path / "tokenizer.model"), "--out", str(tmp_path / "out")]
-    assert Command("tokenizer").main(options) == 2
-    assert "expected a tiktoken rank file" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="tokenizer --ranks converts"):
-        load(tmp_path)
-
-
 @pytest.mark.timeout(60)
-def test_what_never_ends_is_no_rank_file(tmp_path, capsys):
+def test_what_is_no_rank_file(tmp_path, capsys):
+    contents = [b"no base64 here\n", b"\x0a\x0e\x0a\x05<unk>\x15", b"YQ== 0\nYg== 2\n"]
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
-    for source in (tmp_path / "pipe", "/dev/zero"):
-        options = ["--ranks", str(source), "--out", str(tmp_path / "out")]
+    for source in ("0", "1", "2", "pipe", "/dev/zero"):
+        options = ["--ranks", str(tmp_path / source), "--out", str(tmp_path / "out")]
         assert Command("tokenizer").main(options) == 2
         assert "expected a tiktoken rank file" in capsys.readouterr().err
+    (tmp_path / "0").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(ConfigError, match="tokenizer --ranks converts"):
+        load(tmp_path)
 
 
 def test_files_of_another_tokenizer_are_not_mixed_with_its_own(text, tmp_path, capsys):
@@ -115,7 +106,3 @@ def test_files_of_another_tokenizer_are_not_mixed_with_its_own(text, tmp_path, c
     message = capsys.readouterr().err
     assert "--out: got " in message and "expected a folder that is empty" in message
     assert [*(tmp_path / "out").iterdir()] == [other]
-    other.unlink()
-    assert train(text, tmp_path / "out", "--vocab_size", "300") == 0
-    names = {"tokenizer.json", "tokenizer_config.json"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from tests.support.codecs import reduce_in_process
-from torchtitan_lr.compression import codecs
-from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec
-from torchtitan_lr.compression.sizes import smallest_theta
+from torchtitan_lr.compression import codecs, sketch
+from torchtitan_lr.compression.codecs import SparseCodec
+from torchtitan_lr.compression.settings import exchange_unit
+from torchtitan_lr.compression.sketch import SketchCodec, smallest_theta
 
 W, M = 4, 3001
 
@@ -23,41 +24,20 @@ def sketch_codec(c, w=W, **options):
     return SketchCodec(w, c, smallest_theta(c, w), **options)
 
 
-def error(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
-NOTHING_LEFT_OUT = [SparseCodec(0.0), SketchCodec(W, 0.5, 0.0)]
 CODECS = [
-    SparseCodec(0.8),
-    SparseCodec(0.9875),
+    SparseCodec(W, theta=0.8),
     sketch_codec(2),
-    sketch_codec(4),
     sketch_codec(10),
     SketchCodec(W, 10, 0.9875),
 ]
 IN_BF16 = [
-    SparseCodec(0.8, half=True),
+    SparseCodec(W, theta=0.8, half=True),
     sketch_codec(2, half=True),
     SketchCodec(W, 10, 0.9875, half=True),
 ]
 
 
-def name(codec):
-    return "_".join([type(codec).__name__, *map(str, vars(codec).values())])
-
-
-@pytest.mark.parametrize("codec", NOTHING_LEFT_OUT, ids=name)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_theta_zero_is_the_plain_sum(codec, dtype):
-    whole = dtype == torch.float32  # whole numbers, whose sums are exact
-    x = rows(dtype=dtype, whole=whole)
-    totals, owed, _ = reduce_in_process(codec, x, 5)
-    assert error(totals, x.sum(0)) <= (0 if whole else 1e-12)
-    assert not owed.any()
-
-
-@pytest.mark.parametrize("codec", [*CODECS, *IN_BF16], ids=name)
+@pytest.mark.parametrize("codec", [*CODECS, *IN_BF16], ids=str)
 def test_sent_and_residual_are_the_gradient_exactly_over_many_steps(codec):
     """In whole numbers every sum is exact, so equality is of bits; the residual is carried on."""
     owed = torch.zeros(W, W, M)
@@ -69,7 +49,7 @@ def test_sent_and_residual_are_the_gradient_exactly_over_many_steps(codec):
         owed = after
 
 
-@pytest.mark.parametrize("codec", IN_BF16, ids=name)
+@pytest.mark.parametrize("codec", IN_BF16, ids=str)
 def test_values_in_bf16_lose_less_than_a_step_of_bf16_at_a_time(codec):
     """Of an entry's own size, or in a sketch of the largest that its cells can hold."""
     x = rows(dtype=torch.float32)[0]
@@ -82,7 +62,7 @@ def test_values_in_bf16_lose_less_than_a_step_of_bf16_at_a_time(codec):
     else:
         assert (message.lost.abs() <= 2**-7 * values.float().abs().max()).all()
         row, sent = values.shape[1] // 3, message.values - message.lost
-        cells = codecs.insert(message.positions, sent, row, 3)
+        cells = sketch.insert(message.positions, sent, row, 3)
         assert torch.equal(values.float(), cells)  # none was rounded
 
 
@@ -102,26 +82,43 @@ def test_zeros_have_no_place_in_the_exact_index():
     assert 10 * max(occurring) / M < 0.75 < 10 * (1 - 0.5**W)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_rounds_of_peeling_suffice_at_the_limit(seed):
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rounds_of_peeling_suffice_at_the_limit(seed, monkeypatch):
     """At 0.75 of the cells 20 thousand entries take 16 rounds or 17, a million takes 17."""
     size = 20_000
     row = -(-int(size / 0.75) // 3)
     places = torch.arange(size)
     values = torch.randn(1, size, generator=torch.Generator().manual_seed(seed)).mul(99).round()
-    cells = codecs.insert(places[None], values, row, seed)[0]
-    rounds = SketchCodec(W, 10, 0.9).rounds
-    for solve in (codecs.peel, codecs.peel_remaining):
-        found, stuck = solve(cells.clone(), places, size, seed, rounds)
+    cells = sketch.insert(places[None], values, row, seed)[0]
+    for hosts in (("cpu",), ()):  # as on an accelerator
+        monkeypatch.setattr(sketch, "HOSTS", hosts)
+        found, stuck = sketch.peel(cells, places, size, seed, sketch.ROUNDS)
         assert not stuck.any() and torch.equal(found, values[0])
-        assert not solve(cells.clone(), places, size, seed, rounds - 6)[1].any()
-        assert solve(cells.clone(), places, size, seed, 15)[1].any()
+        assert not sketch.peel(cells, places, size, seed, sketch.ROUNDS - 6)[1].any()
+        assert sketch.peel(cells, places, size, seed, 15)[1].any()
 
 
 def test_a_gradient_that_is_not_finite_is_sent():
     x = rows(dtype=torch.float32)
     x[1, 2, 17], x[0, 3, 5] = float("nan"), float("inf")
-    for codec in (SparseCodec(0.9875), SketchCodec(W, 10, 0.9875)):
+    for codec in (SparseCodec(W, theta=0.9875), SketchCodec(W, 10, 0.9875)):
         totals, _, _ = reduce_in_process(codec, x, 1)
         assert totals[:2].isfinite().all()
         assert not totals[2].isfinite().all() and not totals[3].isfinite().all()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("c", [2, 10])
+def test_accepted_units_peel(c, ranks):
+    """Each of these sketches is the smallest that is accepted at its sparsity."""
+    for theta in (smallest_theta(c, ranks), 1 - (1 - smallest_theta(c, ranks)) / 2):
+        codec = SketchCodec(ranks, c, theta)
+        sizes = range(8, 6000, 8)
+        m = next(m for m in sizes if exchange_unit(codec, m, 0, False).compressed)
+        stuck = indexed = 0.0
+        # 4 to 9% in the mean of many trials, of which a small sketch needs more to show it.
+        for seed in range(4 if m > 100 else 40):
+            counts = reduce_in_process(codec, rows(ranks, m, torch.float32, seed), seed)[2]
+            stuck += sum(float(own["unpeeled"]) for own in counts)
+            indexed += sum(float(own["indexed"]) for own in counts)
+        assert stuck / indexed < 0.15

@@ -1,23 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Error feedback on one rank; what needs several is in tests/distributed."""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.compression.codecs import complete
-from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.sizes import CodecSizes
+from torchtitan_lr.compression.compressor import Compressor
+from torchtitan_lr.compression.settings import CODECS
 
-
-@pytest.mark.parametrize(("all_reduce", "bits"), [(False, 4.2), (True, 6.0)])
-def test_bytes_saved_count_what_returns_to_the_replicas(all_reduce, bits):
-    size = 1_600_000
-    group, device = SimpleNamespace(size=lambda: 2), torch.device("cpu")
-    sizes = CodecSizes("sketch", 10, 0.9875)
-    own = Compressor("u", sizes, [Span(size, True)], group, device, all_reduce=all_reduce)
-    exchanged = size if all_reduce else 2 * size  # a reduce-scatter's input has a row for each rank
-    assert 8 * own.bytes_saved / exchanged == pytest.approx(32 - bits, abs=2e-3)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -27,51 +20,71 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-def exchanges(group, **options):
-    """Steps of a compressor on one rank: gradient, what was sent, what is owed afterwards."""
-    sizes, spans = CodecSizes("sketch", 4, 0.9), [Span(200, True)]
-    own = Compressor("unit", sizes, spans, group, torch.device("cpu"), **options)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        gradient = (torch.randn(1, 200, generator=generator) * 1000).round()
-        sent, _ = complete(own.exchange_rows(gradient.clone()))
-        yield gradient[0], sent, own.residual[0].float().clone()
+def compressor(group, codec="sketch", **options):
+    return Compressor("u", CODECS[codec](1, 4, 0.9), [(200, True)], group, CPU, **options)
+
+
+def gradient(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(1, 200, generator=generator) * 1000).round()
 
 
 def test_what_is_not_sent_is_sent_later(one_rank):
     """Error feedback by hand: each step sends the 20 largest of gradient plus debt, exactly."""
-    debt = torch.zeros(200)
-    for gradient, sent, owed in exchanges(one_rank):
-        debt += gradient
+    own, debt = compressor(one_rank), torch.zeros(200)
+    for seed in range(5):
+        debt += gradient(seed)[0]
+        sent, _ = own.exchange_rows(gradient(seed))
         chosen = sent != 0
         assert chosen.sum() == 20 and torch.equal(sent[chosen], debt[chosen])
         debt -= sent
         assert sent[chosen].abs().min() >= debt.abs().max()
-        assert torch.equal(owed, debt)
+        assert torch.equal(own.residual[0], debt)
 
 
-def exchange_once(own, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return complete(own.exchange_rows(torch.randn(1, 200, generator=generator) * 1000))[0]
-
-
-@pytest.mark.parametrize("codec", ["sketch", "sparse"])
-@pytest.mark.parametrize("skipped", [[7], [7, 8]], ids=["once", "accumulating"])
-def test_a_dropped_exchange_leaves_every_bit(one_rank, codec, skipped):
-    sizes, device = CodecSizes(codec, 4, 0.9), torch.device("cpu")
-    own = Compressor("u", sizes, [Span(200, True)], one_rank, device, revocable=True)
-    plain = Compressor("u", sizes, [Span(200, True)], one_rank, device)
+def test_a_dropped_exchange_leaves_every_bit(one_rank):
+    own, plain = compressor(one_rank, revocable=True), compressor(one_rank)
     for seed in (0, 1):
-        assert torch.equal(exchange_once(own, seed), exchange_once(plain, seed))
+        sent = [each.exchange_rows(gradient(seed))[0] for each in (own, plain)]
+        assert torch.equal(*sent)
         own.commit()
     before = own.residual.clone()
     assert before.any() and torch.equal(before, plain.residual)
-    for seed in skipped:
-        exchange_once(own, seed)
-        exchange_once(plain, seed)
+    for seed in (7, 8):
+        own.exchange_rows(gradient(seed))
+        plain.exchange_rows(gradient(seed))
     assert torch.equal(own.residual, before)
     # The control: without the way back, what was sent is gone.
     assert not torch.equal(plain.residual, before)
     own.commit(torch.ones(()))
     own.commit()
     assert torch.equal(own.residual, before)
+
+
+def test_a_nan_is_sent_and_leaves_the_rest_of_the_residual_as_it_was(one_rank):
+    own = compressor(one_rank, "sparse")
+    own.exchange_rows(gradient(0))
+    before = own.residual.clone()
+    sent, _ = own.exchange_rows(torch.full((1, 200), torch.nan))
+    unsent = sent.isfinite()
+    assert unsent.sum() == 180 and own.residual.isfinite().all()
+    assert torch.equal(own.residual[0, unsent], before[0, unsent]) and before[0, unsent].any()
+
+
+class OnAnAccelerator(torch.Tensor):
+    """Says that it is not on the CPU, and notes which streams use it."""
+
+    device = torch.device("cuda")
+
+    def record_stream(self, stream):
+        self.streams = [*getattr(self, "streams", []), stream]
+
+
+def test_the_shard_is_held_for_the_hooks_stream(one_rank, monkeypatch):
+    """Allocated on the reduce-scatter's stream, it may be dropped before the sum is done."""
+    own = Compressor("u", CODECS["sparse"](1), [(100, False)], one_rank, CPU, all_reduce=True)
+    handle = SimpleNamespace(current_stream=lambda: "the hook's stream")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: handle)
+    shard = torch.arange(100.0).as_subclass(OnAnAccelerator)
+    own.all_reduce(shard)
+    assert shard.streams == ["the hook's stream"]

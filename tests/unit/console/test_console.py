@@ -1,14 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The console: which lines are shown, what a step's line says, a bar on a real pty."""
+"""The console: which lines are shown, and the progress of long work."""
 
-import fcntl
+import io
 import logging
-import os
 import re
-import struct
 import sys
-import termios
-import time
 import warnings
 
 import pytest
@@ -26,27 +22,6 @@ def log():
     yield
     logging.captureWarnings(False)
     root.handlers[:], root.level, warnings.showwarning = before, level, show
-
-
-@pytest.fixture
-def terminal():
-    """A pty: the end that a program reads, and the terminal as a stream."""
-    reader, writer = os.openpty()
-    os.set_blocking(reader, False)
-    with open(writer, "w") as stream:
-        yield reader, stream
-    os.close(reader)
-
-
-def read_of(reader):
-    """What was written to a terminal; the kernel passes it on a moment later."""
-    text, until = b"", time.monotonic() + 0.2
-    while time.monotonic() < until:
-        try:
-            text += os.read(reader, 1 << 16)
-        except BlockingIOError:
-            time.sleep(0.01)
-    return text.decode()
 
 
 def speak():
@@ -82,16 +57,23 @@ def test_only_what_a_user_reads_is_shown(log, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == added and len(added.splitlines()) >= 6
 
 
-def test_a_bar_on_a_terminal(terminal, monkeypatch, capsys):
-    reader, stream = terminal
-    monkeypatch.setattr(bars, "BAR_DELAY", 0.0)
-    fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]  # the control: no terminal
-    assert read_of(reader) == "" and capsys.readouterr() == ("", "")
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert list(progress("abc", "validation", 3, shown=False)) == ["a", "b", "c"]
-    assert read_of(reader) == ""
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
+    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]  # the control: it is short
+    assert capsys.readouterr() == ("", "")
+    for name in ("BAR_DELAY", "LINE_SECONDS"):
+        monkeypatch.setattr(bars, name, 0.0)
     assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]
-    drawn = read_of(reader)
-    assert "validation:" in drawn and "0/3" in drawn and "\r" in drawn
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1].startswith("validation:  33%") and "1.00/3.00" in lines[1]
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert list(progress("abc", "validation", 3, shown=False)) == ["a", "b", "c"]
+    assert sys.stderr.getvalue() == ""
+    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]
+    drawn = sys.stderr.getvalue()
+    assert "validation:" in drawn and "0.00/3.00" in drawn and "\r" in drawn
     assert drawn.rstrip(" ").endswith("\r")  # nothing is left of it

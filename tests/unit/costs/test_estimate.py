@@ -2,7 +2,6 @@
 """``estimate``: what it prints and refuses."""
 
 import json
-import math
 import re
 from dataclasses import replace
 
@@ -10,12 +9,13 @@ import pytest
 
 from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.commands.estimate_plans import alternatives
+from torchtitan_lr.commands.estimate_report import alternatives
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.described_run import elements, read_run
 from torchtitan_lr.costs.hardware import MACHINES, load_hardware
-from torchtitan_lr.costs.held_memory import static_memory
+from torchtitan_lr.costs.memory import static_memory
+from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import step_time
 from torchtitan_lr.costs.step_traffic import (
     bytes_by_dim,
@@ -23,7 +23,6 @@ from torchtitan_lr.costs.step_traffic import (
     sent_per_step,
     step_traffic,
 )
-from torchtitan_lr.costs.work import work_of_run
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.optim.entries import ENTRIES
 
@@ -55,13 +54,8 @@ def paper_run(path, world=None, *overrides):
 def test_every_config(path):
     """Parameters and bytes of every TOML that comes with the package."""
     run = paper_run(path)
-    whole = sum(
-        math.prod(shape)
-        for stage in range(len(run.stages))
-        for unit in run.stages[stage].values()
-        for shape in unit.values()
-    )
-    split = sum(math.prod(shape) for shape in run.global_shapes.values())
+    whole = sum(elements(unit) for stage in run.stages for unit in stage.values())
+    split = elements(run.global_shapes)
     assert split / run.tp <= whole <= split
     traffic = [step_traffic(run, rank) for rank in range(run.pp)]
     sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
@@ -81,9 +75,8 @@ def test_json(script, capsys):
     parts = {"weights", "gradients", "optimizer", "activations", "working", "buffers", "peak"}
     assert report["memory_bytes"].keys() == parts
     assert report["activations_by_mode"].keys() == {"none", "selective", "full", "low_rank"}
-    assert report["step_time"].keys() >= {
-        "compute", "exposed_communication", "hidden_communication"
-    }  # fmt: skip
+    times = {"compute", "exposed_communication", "hidden_communication", "total", "tokens_per_s"}
+    assert report["step_time"].keys() >= times
     # As configured is BTP; vanilla sends more, full rank is larger.
     assert report["comm_bytes"] == others["btp"]["comm_bytes"]
     tensor = [sum(c["comm_bytes"]["tp"].values()) for c in (others["vanilla"], report)]
@@ -93,15 +86,13 @@ def test_json(script, capsys):
 
 def test_the_step_in_which_tsr_adam_sends_most():
     """At 1B at most 6% of the dense gradients, with the keys of docs/tsr_adam.md, in every step."""
-    path, interval = (
-        ROOT / "train_configs/tsr_1b.toml",
-        "--optimizer.tsr_embedding_refresh_interval=100",
-    )
-    spread = ["--optimizer.tsr_compress_head", "--optimizer.tsr_stagger", interval]
+    path = ROOT / "train_configs/tsr_1b.toml"
+    spread = ["--optimizer.tsr_compress_head", "--optimizer.tsr_stagger"]
+    spread.append("--optimizer.tsr_embedding_refresh_interval=100")
     start = ["--optimizer.tsr_start=random"]
     for keys, expected in (([], (0.758, 0.059)), (start, (0.059, 0.059))):
         run = paper_run(path, 8, *spread, *keys)
-        dense = 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
+        dense = 4 * elements(run.global_shapes)
         kinds = run.optimizer.kinds_of_steps(0)
         peaks = kinds["first"], kinds["largest later"]
         shares = [bytes_by_dim(rows, run.wire_dtypes)["dp_replicate"] for rows in peaks]
@@ -130,16 +121,31 @@ def test_thousands_of_ranks():
     path = ROOT / "train_configs" / "boost_30b.toml"
     run = paper_run(path, 1024, "--training.global_batch_size=-1")
     assert (run.tp, run.shard) == (8, 128)
-    parts = [{n: s for unit in run.stages[0].values() for n, s in unit.items()}]
-    held = static_memory(parts, run.shard, run.precision)
-    parameters = sum(math.prod(shape) for shape in run.global_shapes.values())
+    held = static_memory(run, 0)
+    parameters = elements(run.global_shapes)
     assert 4 * parameters / 1024 < held["weights"] < 1.01 * 4 * parameters / 1024 + 4 * 36 * 8192
     machine = load_hardware("h100")
     times = {}
     for name, other in alternatives(run, PLANS):
-        work = work_of_run(other)
-        times[name] = step_time(other, [step_traffic(other, 0)], machine, work).total
+        traffic = [step_traffic(other, 0)]
+        times[name] = step_time(other, traffic, machine, rehearse_run(other)).total
     assert times["btp"] < min(times["full"], times["vanilla"])
+
+
+def test_the_other_way_to_gather_is_a_column():
+    """Where a plan has whole latents; beside full rank there are none."""
+    row = ["--parallelism.context_parallel_degree=8", "--training.global_batch_size=-1"]
+    for name, tp, other in (
+        ("cola_7b_32k", 2, "cp_gather=kv"),
+        ("cola_8b", 1, "cp_gather=latents"),
+        ("full_8b_gqa", 1, None),
+    ):
+        degree = f"--parallelism.tensor_parallel_degree={tp}"
+        run = paper_run(name, 8 * tp, *row, degree, "--training.seq_len=32768")
+        found = dict(alternatives(run, []))
+        assert list(found) == ([] if other is None else [other])
+        if other is not None:
+            assert f"cp_gather={found[other].gather}" == other
 
 
 SHARES = re.findall(
@@ -148,19 +154,14 @@ SHARES = re.findall(
 )
 
 
-@pytest.mark.parametrize(("parameters", "flops", "size"), SHARES, ids=[said[2] for said in SHARES])
-def test_the_shares_of_readme(parameters, flops, size):
+def test_the_shares_of_readme():
     """README divides what ``estimate`` prints for CoLA by what it prints for full rank."""
-    cola = paper_run(ROOT / f"train_configs/cola_{size.lower()}.toml")
-    full = dict(alternatives(cola, PLANS))["full"]
-    one, other = (
-        run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len) for run in (cola, full)
-    )
-    assert [f"{100 * a / b:.0f}" for a, b in zip(one, other, strict=True)] == [parameters, flops]
-
-
-def test_readme_names_three_sizes():
     assert [size for *_, size in SHARES] == ["60M", "350M", "7B"]
+    for *said, size in SHARES:
+        cola = paper_run(f"cola_{size.lower()}")
+        pair = cola, dict(alternatives(cola, PLANS))["full"]
+        low, full = (r.args.get_nparams_and_flops(empty_model(r.args), r.seq_len) for r in pair)
+        assert [f"{100 * a / b:.0f}" for a, b in zip(low, full, strict=True)] == said
 
 
 @pytest.mark.parametrize("path", sorted(MACHINES.glob("*.toml")), ids=lambda path: path.stem)
@@ -175,33 +176,27 @@ GOOD = (MACHINES / "h100.toml").read_text()
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (GOOD + "\ncolour = 'green'\n", "machine.toml: colour: got 'green'"),
-        (GOOD.replace("memory_gib = 80.0", ""), "machine.toml: memory_gib: got None"),
-        (GOOD.replace("= 80.0", "= nan"), "machine.toml: memory_gib: got nan"),
-        (GOOD.replace("node = 8", "node = 8.5"), "machine.toml: devices_per_node: got 8.5"),
-        (GOOD.replace("= 80.0", f"= {'9' * 5000}"), "expected shorter numbers"),
-    ],
-)
-def test_wrong_hardware(text, message, tmp_path, script, capsys):
-    path = tmp_path / "machine.toml"
-    path.write_text(text)
-    assert script.main([DEBUG, f"--hardware={path}"]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([DEBUG, "--hardware=b300"], "one of a100_80g_nvlink"),
-        ([DEBUG, "--training.sequence=3"], "training.sequence"),
-        ([DEBUG, "--plans=full,btq"], "--plans: got 'btq', expected some of full, btp, vanilla"),
-        ([DEBUG, DEBUG], "CONFIG: got"),
+        (["colour = 'green'\n" + GOOD], "machine.toml: colour: got 'green'"),
+        ([GOOD.replace("memory_gib = 80.0", "")], "machine.toml: memory_gib: got None"),
+        ([GOOD.replace("= 80.0", "= nan")], "machine.toml: memory_gib: got nan"),
+        ([GOOD.replace("node = 8", "node = 8.5")], "machine.toml: devices_per_node: got 8.5"),
+        ([GOOD.replace("= 80.0", f"= {'9' * 5000}")], "expected shorter numbers"),
+        ([None, "--hardware=b300"], "one of a100_80g_nvlink"),
+        ([None, "--training.sequence=3"], "training.sequence"),
+        ([None, "--plans=full,btq"], "--plans: got 'btq', expected some of full, btp, vanilla"),
+        ([None, DEBUG], "CONFIG: got"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refusals(arguments, message, script, capsys):
-    assert script.main(arguments) == 2
+def test_refusals(arguments, message, tmp_path, script, capsys):
+    """Of a machine's file, and of arguments."""
+    text, *others = arguments
+    path = tmp_path / "machine.toml"
+    if text is not None:
+        path.write_text(text)
+        others = [f"--hardware={path}"]
+    assert script.main([DEBUG, *others]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

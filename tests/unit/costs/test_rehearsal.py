@@ -1,18 +1,30 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Blocks rehearsed without data leave what real ones leave; other plans: tests/distributed."""
+"""Blocks rehearsed without data: memory against real ones, kernels against formulas.
 
-from functools import cache
+Other plans: tests/distributed.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.oracle.activations import kept_bytes
+from tests.oracle.activations import recompute_flops
+from tests.oracle.flops import head_flops, layer_flops
 from tests.support.allocations import Allocations
 from tests.support.checkpointing import checkpointing
 from tests.support.nightly import nightly
 from tests.unit.tiny import build_tiny, tiny_args
+from torchtitan_lr.costs.kernels import Product, Recorder
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
+from torchtitan_lr.parallel.plans import resolve_settings
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.
@@ -22,11 +34,10 @@ CONTROL = {"cola": "full", "lax": "low_rank", "full": "full"}
 
 
 @cache
-def rehearsed(family, mode, dtype=torch.float32):
+def rehearsed(family, mode):
     period = 2 if mode == "selective 2" else 1
-    args = tiny_args(family)
-    settings = TPSettings("btp")
-    return rehearse(Workload(args, settings, 1, BATCH, SEQ, dtype), checkpointing(mode), period)
+    workload = Workload(tiny_args(family), TPSettings("btp"), 1, BATCH, SEQ, torch.float32)
+    return rehearse(workload, checkpointing(mode), period)
 
 
 def really_saved(family, mode):
@@ -61,9 +72,106 @@ def test_saved_activations(family, mode):
     assert LAYERS * other.block + other.ends != pytest.approx(alive, rel=0.05)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("lax", torch.float32), ("cola", torch.bfloat16)])
-def test_low_rank_checkpointing_is_the_formula(family, dtype):
-    args = tiny_args(family)
-    found = rehearsed(family, "low_rank", dtype).block
-    assert found == kept_bytes(args, BATCH * SEQ, args.n_heads, dtype.itemsize)
-    assert found != kept_bytes(args, BATCH * SEQ, args.n_heads, dtype.itemsize, save_attention=True)
+def test_memory_falls_with_the_ranks_of_a_row():
+    """Kept is 1/C of it; at work is a block's k and v, their gradients, and one copy more."""
+    args = replace(FLAVORS["cola"]["debug"], n_kv_heads=8)  # d_kv 128, r 32
+    alone, kv, latents = (
+        rehearse(Workload(args, TPSettings("btp"), 1, 2, 512, torch.bfloat16, *shared))
+        for shared in ((1, "kv"), (4, "kv"), (4, "latents"))
+    )
+    side_by_side = 2 * 128 * 128 * 2  # attention's output of both chunks, beside each
+    assert kv.block == alone.block / 4 + side_by_side
+    own_keys = 2 * 2 * 128 * 128 * 2  # k and v of 2 · 512 / 4 tokens, d_kv 128
+    assert latents.block == kv.block - own_keys
+    whole = 2 * 4 * 256 * 128 * 2  # bytes of k and v of all ranks' tokens
+    for found in (kv, latents):
+        assert whole / 2 < found.working - alone.working / 4 < 4 * whole
+
+
+def test_a_norm_of_one_kernel_keeps_its_input_alone():
+    """And the statistic, which the CPU's keeps too, with the input and its quotient in fp32."""
+    shape = Workload(tiny_args("cola"), TPSettings(), 1, BATCH, SEQ, torch.bfloat16)
+    cpu, gpu = (rehearse(replace(shape, on_gpu=on_gpu)) for on_gpu in (False, True))
+    saved = BATCH * SEQ * shape.args.dim * (4 + 4 - 2)
+    assert (gpu.block, gpu.ends) == (cpu.block - 2 * saved, cpu.ends - saved)
+
+
+SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
+
+
+def args_of(family):
+    ranks = {} if family == "full" else {"rank_attention": 16, "rank_ffn": 16}
+    extra = {"activation": "fullrank"} if family in ("svd", "full") else {}
+    return LlamaArgs(**SHAPE, vocab_size=256, max_seq_len=32, family=family, **ranks, **extra)
+
+
+def recorded(family, plan="auto", tp=1, prepare=None):
+    args = args_of(family)
+    settings = resolve_settings(TPSettings(plan), args, tp, 32) if tp > 1 else TPSettings()
+    return rehearse(Workload(args, settings, tp, 2, 32, torch.bfloat16), prepare)
+
+
+def flops(work):
+    return sum(product.flops * calls for product, calls in work.products.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "tp"),
+    [
+        ("full", "auto", 1),
+        ("full", "auto", 2),
+        ("cola", "auto", 1),
+        ("lax", "btp", 2),
+        ("cola", "vanilla", 2),
+        ("cola", "vanilla_replicated", 2),
+    ],
+)
+def test_recorded_products_have_the_formulas_flops(family, plan, tp):
+    found, args = recorded(family, plan, tp), args_of(family)
+    block, head = layer_flops(args, 32), head_flops(args, 32)
+    linears = block.attention_linears + block.feed_forward
+    for passed, third in zip(found.block_work, (1, 2), strict=True):
+        assert flops(passed) == pytest.approx(2 * third * linears / 3 / tp)
+    for passed, third in zip(found.ends_work, (1, 2), strict=True):
+        assert flops(passed) == pytest.approx(2 * third * head / 3 / tp)
+    # Below the diagonal is half; backward computes the scores again: five products to two.
+    shared = 1 if plan == "vanilla_replicated" else tp
+    half = 2 * block.attention_scores / 3 / 2 / shared
+    assert found.block_work[0].attention == pytest.approx(half)
+    assert found.block_work[1].attention == pytest.approx(2.5 * half)
+
+
+def test_a_loss_of_whole_logits_keeps_them():
+    """With ``parallelism.disable_loss_parallel`` the model returns logits, and not its loss."""
+    args = args_of("cola")
+    own, whole = (
+        rehearse(Workload(args, TPSettings("btp", loss_parallel=own), 2, 2, 32, torch.bfloat16))
+        for own in (True, False)
+    )
+    assert whole.block == own.block and whole.ends - own.ends > 2 * 32 * args.vocab_size * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [("svd", 1), ("cola", 2), ("lax", 2), *nightly(("svd", 2), ("cola", 1), ("lax", 1))],
+)
+def test_low_rank_checkpointing_repeats_no_product_for_nothing(family, tp):
+    """All up-projections but the last of a block, under BTP as on one rank."""
+    prepare = partial(apply_low_rank_checkpoint, save_attention=True)
+    plain = recorded(family, "btp", tp).block_work
+    repeating = recorded(family, "btp", tp, prepare).block_work
+    assert flops(repeating[0]) == flops(plain[0])
+    expected = 2 * recompute_flops(args_of(family), 32, save_attention=True, tp_degree=tp)
+    assert flops(repeating[1]) - flops(plain[1]) == expected
+
+
+def test_bytes_by_hand():
+    """SiLU reads and writes x; the product reads two and writes one; views move nothing."""
+    x, z, w = torch.randn(10, 100), torch.randn(10, 100), torch.randn(100, 8)
+    with Recorder() as recorder:
+        ((F.silu(x) * z).view(10, 100) @ w).t()
+    eager, fused = recorder.work(False, fused=False), recorder.work(False, fused=True)
+    assert eager.products == fused.products == Counter({Product(1, 10, 8, 100, 4): 1})
+    assert (eager.traffic, eager.kernels) == (5 * 4000, 2)
+    assert (fused.traffic, fused.kernels) == (3 * 4000, 1)
+    assert recorder.work(True, fused=True).kernels == 0

@@ -1,16 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The model of a step's time, by hand."""
+"""The model of a step's time by hand, and pipelines on paper: bubbles, micro-batches in flight."""
 
 from dataclasses import replace
 
 import pytest
+from torch.distributed.pipelining import schedules
 
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
 from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.schedule import makespan, most_in_flight, pipeline_order
 from torchtitan_lr.costs.step_time import (
     collective_seconds,
+    communication_seconds,
     compute_seconds,
-    exposed_seconds,
     model_step_time,
 )
 
@@ -44,26 +46,65 @@ def test_links():
 
 
 def test_exposed_and_hidden():
-    tensor = row("all_reduce")
-    data = row("all_gather", "parameter", "fsdp", elements=100 * MILLION)
+    tensor, data = row("all_reduce"), row("all_gather", "parameter", "fsdp", elements=100 * MILLION)
     exposed = collective_seconds(tensor, 2, MESH["tp"], MACHINE)
     beside = collective_seconds(data, 2, MESH["fsdp"], MACHINE)
-    long = model_step_time(1.0, [tensor, data], lambda _: 2, MESH, MACHINE)
+    sent = communication_seconds([tensor, data], lambda _: 2, MESH, MACHINE)
+    assert sent == {"forward": exposed, "backward": 0, "optimizer": 0, "overlapped": beside}
+    long = model_step_time(1.0, sent)
     assert long.exposed_communication == pytest.approx(exposed)
     assert long.hidden_communication == pytest.approx(beside)
     assert long.total == pytest.approx(1.0 + exposed)
-    short = model_step_time(beside / 2, [tensor, data], lambda _: 2, MESH, MACHINE)
+    assert replace(long, bubble=0.5).total == long.total + 0.5
+    short = model_step_time(beside / 2, sent)
     assert short.hidden_communication == pytest.approx(beside / 2)
     assert short.exposed_communication == pytest.approx(exposed + beside / 2)
     # At the end of a step nothing is left to hide behind.
-    last = replace(data, pass_="optimizer")
-    assert model_step_time(1.0, [last], lambda _: 2, MESH, MACHINE).hidden_communication == 0
-
-
-def test_by_pass_and_bubble():
-    rows = [row("all_reduce"), row("all_reduce", pass_="backward"), row("send", "gradient")]
-    seconds = exposed_seconds(rows, lambda _: 2, MESH, MACHINE)
-    assert seconds["forward"] == seconds["backward"] > 0
-    time = model_step_time(1.0, [], lambda _: 2, MESH, MACHINE)
-    assert replace(time, bubble=0.5).total == 1.5
+    last = communication_seconds([replace(data, pass_="optimizer")], lambda _: 2, MESH, MACHINE)
+    assert model_step_time(1.0, last).hidden_communication == 0
     assert compute_seconds(50e12, MACHINE) == 1.0
+
+
+RANKS, MICROBATCHES = 4, 8
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
+def test_a_schedule_of_one_stage_a_rank(name):
+    """The order is torch's, and equal stages have a known bubble."""
+    orders = pipeline_order(name, RANKS, 1, MICROBATCHES)
+    seconds = makespan(orders, [(1.0, 2.0)] * RANKS)
+    assert seconds - 3 * MICROBATCHES == 3 * (RANKS - 1)
+    kind = getattr(schedules, f"Schedule{name}")
+    empty = object.__new__(kind)
+    empty.__dict__.update(_num_stages=RANKS, _n_microbatches=MICROBATCHES)
+    theirs = empty._get_pipeline_order()
+    letters = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+    for rank, ours in enumerate(orders):
+        names = [action.computation_type.name for action in theirs[rank] if action is not None]
+        kinds = [letters[name] for name in names if name in letters]
+        assert [action.kind for action in ours] == kinds and len(kinds) == 2 * MICROBATCHES
+
+
+def test_several_stages_a_rank_end():
+    for name in ("Interleaved1F1B", "ZBVZeroBubble"):
+        orders = pipeline_order(name, RANKS, 2, MICROBATCHES)
+        idle = makespan(orders, [(1.0, 2.0)] * 2 * RANKS) - 2 * 3 * MICROBATCHES
+        assert 0 < idle < 2 * 3 * (RANKS - 1)
+    with pytest.raises(ValueError, match="a deadlock"):
+        makespan(orders[1:], [(1.0, 2.0)] * 2 * RANKS)
+
+
+def test_in_flight():
+    one = [
+        most_in_flight(order, {p: 10.0})
+        for p, order in enumerate(pipeline_order("1F1B", RANKS, 1, MICROBATCHES))
+    ]
+    assert one == [(40.0, 4), (30.0, 3), (20.0, 2), (10.0, 1)]
+    all_of_them = pipeline_order("GPipe", RANKS, 1, MICROBATCHES)[3]
+    assert most_in_flight(all_of_them, {3: 10.0}) == (80.0, 8)
+    # Two stages on the first rank: the warm-up of both, and the V holds as much on every rank.
+    interleaved = pipeline_order("Interleaved1F1B", RANKS, 2, MICROBATCHES)[0]
+    assert most_in_flight(interleaved, {0: 1.0, 4: 1.0})[1] == 4 + 2 * 3 + 1
+    v = pipeline_order("ZBVZeroBubble", RANKS, 2, MICROBATCHES)
+    counts = [most_in_flight(order, {p: 1.0, 7 - p: 1.0})[1] for p, order in enumerate(v)]
+    assert counts == [2 * RANKS] * RANKS

@@ -29,6 +29,8 @@ BAD = [
     ({"prompt": "a", "completion": "  "}, '"completion" that is not empty'),
     (chat(("user", "a")), "an answer of the assistant as the last"),
     (chat(("tool", "a")), "in message 1, not 'tool'"),
+    (chat(("user", [{"type": "text", "text": "a"}])), 'a string that is not empty as "content"'),
+    (chat(("user", "a"), ("assistant", "b")) | {"tools": [{}]}, 'without "tools"'),
     (chat(("user", "a"), ("user", "b")), "assistant in message 2, not 'user'"),
 ]
 

@@ -21,7 +21,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, GenerationConfig
 
 from tests.commands import ROOT
-from torchtitan_lr.data import template
+from torchtitan_lr.data import pairs
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.tokenizer import Tokenizer as Ours
 from torchtitan_lr.data.tokenizer import encode_documents
@@ -35,7 +35,8 @@ TEXTS = [
     "日本 🙂 don't we'LL e\u0301 İ",
     "<think>so</think> hi <tool>x",
 ]
-CHATML = (
+CHATML = (  # tells whether there are tools
+    "{% if tools is not none %}[tools]{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -48,10 +49,6 @@ MARKED = (
     "{{- bos_token }}{%- for m in messages %}{%- if m.role == 'assistant' %}#\n"
     "{%- generation -%}{{ m.content | trim }}{{ eos_token }}{%- endgeneration %} behind\n"
     "{%- else %}<{{ m.role }}>{{ m.content | tojson }}\n{% endif %}{% endfor %}"
-)
-TOOLS = (
-    "{% if tools is not none %}[{{ tools | length }} tools]{% endif %}"
-    "{% if documents is not none %}[documents]{% endif %}" + CHATML
 )
 BOS, EOS = "<s>", "</s>"
 SPECIALS = ["<unk>", BOS, EOS, "<|im_start|>", "<|im_end|>"]
@@ -108,90 +105,63 @@ def change_added(backend):
     backend.add_tokens([AddedToken("<tool>", special=True, normalized=False)])
 
 
-FOLDERS = {
-    "byte_level": ("bytes", None, {}, {}),
+def set_normalizer(backend):
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+
+
+def set_both(backend):
+    ends = [processors.ByteLevel(), around(BOS, "$A", EOS)]
+    backend.post_processor = processors.Sequence(ends)
+
+
+def set_lengths(backend):
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64, pad_token=EOS, pad_id=2)
+
+
+def set_bos(backend):
+    backend.post_processor = around(BOS, "$A")
+
+
+BY_CONFIGURATION = {
+    "chat_template": CHATML,
+    "added_tokens_decoder": {
+        "700": {"content": "<think>", "special": False, "normalized": False},
+        "701": {"content": "</think>", "special": False},
+        "702": {"content": "<tool>", "special": True, "normalized": False},
+        "1": {"content": BOS, "special": True, "lstrip": True},
+    },
+    "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+    "eos_token": {"__type": "AddedToken", "content": EOS, "special": True},
+}
+NAMED = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": MARKED}]
+GENERATION = '{\n "eos_token_id": [2, 4],\n "temperature": 0.6\n}'
+FILES = {
+    "chat_template.jinja": MARKED.replace("\n", "\r\n"),
+    "additional_chat_templates/rag.jinja": "{{ documents }}",
+}
+MAP = {"bos_token": {"content": BOS, "normalized": False}, "eos_token": EOS}
+OLD_FILES = {"special_tokens_map.json": json.dumps(MAP), "chat_template.jinja": CHATML}
+
+FOLDERS = {  # kind, what changes it, tokenizer_config.json, other files
     "prefix_space": ("prefix", None, {"add_prefix_space": True}, {}),
     "metaspace_unigram": ("unigram", None, {"unk_token": "<unk>"}, {}),
     "byte_fallback": ("fallback", None, {"chat_template": INST}, {}),
-    "wordpiece": ("wordpiece", None, {"clean_up_tokenization_spaces": True}, {}),
-    "nfc_lower": (
-        "bytes",
-        lambda b: setattr(
-            b, "normalizer", normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-        ),
-        {"chat_template": INST},
-        {},
-    ),
+    "wordpiece": ("wordpiece", None, {"clean_up_tokenization_spaces": False}, {}),
+    "nfc_lower": ("bytes", set_normalizer, {"chat_template": INST}, {}),
     "bos_is_eos": ("bytes", None, {"bos_token": EOS, "chat_template": INST}, {}),
-    "adds_bos": ("bytes", lambda b: setattr(b, "post_processor", around(BOS, "$A")), {}, {}),
-    "adds_both_in_a_sequence": (
-        "bytes",
-        lambda b: setattr(
-            b,
-            "post_processor",
-            processors.Sequence([processors.ByteLevel(), around(BOS, "$A", EOS)]),
-        ),
-        {"chat_template": MARKED},
-        {},
-    ),
-    "truncates": ("bytes", lambda b: b.enable_truncation(4), {"chat_template": CHATML}, {}),
-    "pads": ("bytes", lambda b: b.enable_padding(length=64, pad_token=EOS, pad_id=2), {}, {}),
+    "adds_bos": ("bytes", set_bos, {"chat_template": None}, {}),
+    "adds_both_in_a_sequence": ("bytes", set_both, {"chat_template": MARKED}, {}),
+    "truncates_and_pads": ("bytes", set_lengths, {"chat_template": CHATML}, {}),
     "added_are_not_special": ("bytes", change_added, {"chat_template": CHATML}, {}),
-    "added_by_the_configuration": (
-        "bytes",
-        None,
-        {
-            "chat_template": CHATML,
-            "added_tokens_decoder": {
-                "700": {"content": "<think>", "special": False, "normalized": False},
-                "701": {"content": "</think>", "special": False},
-                "702": {"content": "<tool>", "special": True, "normalized": False},
-                "1": {"content": BOS, "special": True, "lstrip": True},
-            },
-            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-            "eos_token": {"__type": "AddedToken", "content": EOS, "special": True},
-        },
-        {},
-    ),
+    "added_by_the_configuration": ("bytes", None, BY_CONFIGURATION, {}),
     "several_eos": (
-        "bytes",
-        None,
-        {"chat_template": CHATML},
-        {"generation_config.json": '{\n "eos_token_id": [2, 4],\n "temperature": 0.6\n}'},
+        *("bytes", None, {"chat_template": CHATML}),
+        {"generation_config.json": GENERATION},
     ),
-    "named_templates": (
-        "bytes",
-        None,
-        {
-            "chat_template": [
-                {"name": "tool_use", "template": "x"},
-                {"name": "default", "template": MARKED},
-            ]
-        },
-        {},
-    ),
-    "template_files": (
-        "bytes",
-        None,
-        {"chat_template": "not this one"},
-        {
-            "chat_template.jinja": MARKED.replace("\n", "\r\n"),
-            "additional_chat_templates/rag.jinja": "{{ documents }}",
-        },
-    ),
-    "tools_and_documents": ("bytes", None, {"chat_template": TOOLS}, {}),
-    "no_template": ("bytes", None, {"chat_template": None}, {}),
-    "special_tokens_map": (
-        "bytes",
-        None,
-        None,
-        {
-            "special_tokens_map.json": json.dumps(
-                {"bos_token": {"content": BOS, "normalized": False}, "eos_token": EOS}
-            ),
-            "chat_template.jinja": CHATML,
-        },
-    ),
+    "named_templates": ("bytes", None, {"chat_template": NAMED}, {}),
+    "template_files": ("bytes", None, {"chat_template": "not this one"}, FILES),
+    "special_tokens_map": ("bytes", None, None, OLD_FILES),
     "alone": ("bytes", None, None, {}),
 }
 CHATS = [
@@ -335,8 +305,8 @@ def test_the_end_of_a_document_cannot_be_forged(tmp_path):
     ],
 )
 def test_a_template_without_end_is_refused(tmp_path, monkeypatch, source, want):
-    monkeypatch.setattr(template, "MOST_SECONDS", 0.2 if want == "seconds" else 60)
-    folder = write_folder("no_template", tmp_path / "in")
+    monkeypatch.setattr(pairs, "MOST_SECONDS", 0.2 if want == "seconds" else 60)
+    folder = write_folder("alone", tmp_path / "in")
     (folder / "chat_template.jinja").write_text(source)
     encoder = PairEncoder(Ours(str(folder)))
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -346,7 +316,7 @@ def test_a_template_without_end_is_refused(tmp_path, monkeypatch, source, want):
 
 def test_a_template_is_not_given_the_date(tmp_path):
     """And what begins with an empty line is rendered as transformers does."""
-    folder = write_folder("no_template", tmp_path / "in")
+    folder = write_folder("alone", tmp_path / "in")
     dated = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
     chat, found = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], []
     for source in (f"\n{dated}{CHATML}", f"\n{CHATML}"):

@@ -52,3 +52,15 @@ def exact(theirs, ours):
         if type(module).__name__ in ("LlamaRMSNorm", "LaneRMSNorm"):
             module.forward = MethodType(normalize, module)
     return theirs
+
+
+def load(folder, dtype=torch.float64):
+    """The model that transformers loads."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=dtype)
+    return loaded.eval()
+
+
+def error(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()

@@ -1,19 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The command `export`: refusals, precision, the model card."""
+
 import json
 import resource
 import shutil
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from huggingface_hub import constants as hf_constants
 from safetensors.torch import load_file
 
+from tests.commands import Command
 from tests.support.run_folders import export, rewrite_record, write_run
-from tests.unit.tiny import MARGIN, fp32_noise, max_error, tokens
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import write_record
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.flavors import read_model_args
-from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.training.loading import load_weights
 
 
@@ -27,32 +29,6 @@ def refusal(capsys, *argv):
 
 # DCP says so when it saves without a process group, which is the point here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.mark.parametrize(
-    ("family", "low_rank"),
-    [
-        ("full", {}),
-        ("svd", {}),
-        ("cola", {"rank_attention": 32, "activation": "lowrank"}),
-        ("lax", {"lax_gate": "scalar"}),
-    ],
-)
-def test_factored_goes_round(tmp_path, family, low_rank):
-    step, model = write_run(tmp_path / "run", family, **low_rank)
-    out = tmp_path / "out"
-    assert export.main([str(step), str(out)]) == 0
-    weights = load_file(out / "model.safetensors")
-    expected = model.state_dict()
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    # The file says all that is needed to rebuild the model.
-    args = read_model_args(out / "model_args.json")
-    assert args == model.model_args
-    again = LlamaModel(args)
-    again.load_state_dict(weights)
-    ids = tokens(args)
-    assert torch.equal(again(ids), model(ids))
 
 
 def test_a_step_that_its_run_deletes_meanwhile_is_one_line(tmp_path):
@@ -94,7 +70,7 @@ def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     }
     for options, line in refused.items():
         assert refusal(capsys, step, out, *options).startswith(f"error: {line}")
-    # Of a family that the exported code has no linears for: tests/unit/models/test_toy_family.py.
+    # Of a family that the exported code has no linears for: tests/unit/parallel/test_toys.py.
     changed = dict(read_step(step).run)
     changed["model"]["vocab_size"] = 64
     rewrite_record(step, changed)
@@ -108,8 +84,6 @@ def test_damage_is_refused(tmp_path, capsys):
     shard.write_bytes(shard.read_bytes()[:1000])
     line = refusal(capsys, step, tmp_path / "out")
     assert "found: __0_0.distcp has 1000 bytes instead of " in line
-    shard.unlink()
-    assert "__0_0.distcp is missing" in refusal(capsys, step, tmp_path / "out")
     whole = (step / ".metadata").read_bytes()
     for text in (b"not a pickle", whole[: len(whole) // 2], b""):
         (step / ".metadata").write_bytes(text)
@@ -121,19 +95,37 @@ def test_damage_is_refused(tmp_path, capsys):
     assert "step.json is missing" in refusal(capsys, step, tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", ["full", "svd"])
-def test_transformers_loads_the_hf_export(tmp_path, family):
-    step, model = write_run(tmp_path / "run", family)
-    from transformers import LlamaForCausalLM
+def front_matter(folder):
+    return ModelCard.load(folder / "README.md").data.to_dict()
 
-    out = tmp_path / "out"
-    assert export.main([str(step), str(out), "--format", "hf"]) == 0
-    theirs = LlamaForCausalLM.from_pretrained(out).eval()
-    ids = tokens(model.model_args, s=48)
-    with torch.no_grad():
-        expected, logits = model(ids), theirs(ids).logits
-    assert max_error(logits, expected) < MARGIN * fp32_noise(model, ids)
-    # Negative control: the same architecture with other weights is not as close.
-    with torch.no_grad():
-        other = LlamaForCausalLM(theirs.config)(ids).logits
-    assert max_error(other, expected) > 1e-2
+
+def test_the_card_of_a_tune_names_base_and_licence(tmp_path, monkeypatch):
+    """An import by its name on the Hub, from a mirror in the cache; a tune; its export."""
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--someone--small" / "snapshots" / "0123"
+    (snapshot.parent.parent / "refs").mkdir(parents=True)
+    (snapshot.parent.parent / "refs" / "main").write_text("0123")
+    dense, _ = write_run(tmp_path / "dense", "full")
+    assert export.main([str(dense), str(snapshot), "--format", "hf", "--license", "mit"]) == 0
+    assert front_matter(snapshot)["license"] == "mit"
+    monkeypatch.setattr(hf_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hf_constants, "HF_HUB_CACHE", str(hub))
+    assert Command("import").main(["someone/small", str(tmp_path / "base")]) == 0
+
+    step, _ = write_run(tmp_path / "tune", "full")
+    record = json.loads((tmp_path / "tune" / "job_config.json").read_text())
+    record["checkpoint"] = {"initial_load_path": str(tmp_path / "base/checkpoint/step-0")}
+    rewrite_record(step, record)
+    for form in ("hf", "factored"):
+        out = tmp_path / form
+        assert export.main([str(step), str(out), "--format", form]) == 0
+        card = (out / "README.md").read_text()
+        assert "fine-tuned from someone/small with torchtitan_lr" in card
+        assert str(tmp_path) not in card
+        assert front_matter(out)["base_model"] == "someone/small"
+        assert front_matter(out)["license"] == "mit"
+    record["checkpoint"] = {"initial_load_path": str(dense)}
+    rewrite_record(step, record)
+    assert export.main([str(step), str(tmp_path / "again")]) == 0
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "fine-tuned from other weights with torchtitan_lr" in card

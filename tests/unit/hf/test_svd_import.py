@@ -1,14 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A dense model becomes llama_svd block by block, and its errors are those of its activations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.commands import Command
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.hf.export import export_factored
-from torchtitan_lr.hf.svd_import import factorise, factorised_args
-from torchtitan_lr.models.families import FAMILIES
+from torchtitan_lr.hf.svd_import import factorise, truncate
 from torchtitan_lr.models.state_dict_adapter import merge_factors
 from torchtitan_lr.training.loading import as_model
 
@@ -41,12 +42,13 @@ def dense():
 
 
 def cut_to(model, rank, calibration=None):
-    dense = model.model_args
-    args = factorised_args(dense, FAMILIES["svd"], rank)
-    held = model.state_dict()
-    weights, reports = factorise(dense, held, args, calibration)
+    made = replace(
+        model.model_args, family="svd", activation="fullrank", rank_attention=rank, rank_ffn=rank
+    )
+    held, reports = model.state_dict(), []
+    weights = factorise(model.model_args, held, made, calibration, report=reports.append)
     assert held.keys() == weights.keys()  # no dense matrix is left in memory
-    return as_model(args, weights), reports
+    return as_model(made, weights), reports
 
 
 def inputs_of(model):
@@ -99,8 +101,11 @@ def test_reported_errors_are_those_over_the_activations_of_the_whole_model(dense
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--family", "cola", "--rank", "8"], "--family: got 'cola', expected full or svd:"),
-        (["--family", "svd"], "--rank: got 'nothing', expected a rank"),
+        (
+            ["--family", "cola", "--rank", "8"],
+            "--family: got 'cola', expected full as in DIR",
+        ),
+        (["--family", "svd"], "--rank: got None, expected a rank"),
         (["--rank", "8"], "--rank: got 8, expected nothing, or --family svd"),
         (["--family", "svd", "--rank", "49"], "--rank: got 49, expected a rank from 1 to 48"),
     ],
@@ -110,3 +115,60 @@ def test_starts_that_do_not_exist_are_refused(options, line, tmp_path, capsys, d
     assert import_hf.main([str(tmp_path), str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {line}")
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def uneven(n, d):
+    """Inputs (n, d) whose directions differ a hundredfold in size."""
+    return (
+        draw(n, d, seed=1)
+        @ torch.diag(torch.logspace(0, -2, d, dtype=torch.float64))
+        @ draw(d, d, seed=2)
+    )
+
+
+@pytest.mark.parametrize("shape", [(20, 12), (12, 20)])
+def test_the_plain_error_is_the_tail_of_the_singular_values(shape):
+    weight = draw(*shape)
+    A, B, error, weighted = truncate(weight, 5)
+    sizes = torch.linalg.svdvals(weight)
+    tail = (sizes[5:].square().sum() / sizes.square().sum()).sqrt()
+    assert abs(error - tail) < 1e-13 and weighted is None
+    assert A.shape == (5, shape[1]) and B.shape == (shape[0], 5)
+    assert torch.allclose(A @ A.T, B.T @ B, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(20, 12), (12, 20)])
+def test_whitening_is_svd_llms_formula(shape):
+    weight, inputs = draw(*shape), uneven(300, shape[1])
+    moments = inputs.T @ inputs
+    A, B, error, weighted = truncate(weight, 5, moments)
+    # Wang et al. (2024), section 3.1: S of Cholesky, W' = U_r Σ_r V_rᵀ S⁻¹.
+    root = torch.linalg.cholesky(moments)
+    left, sizes, right = torch.linalg.svd(weight @ root, full_matrices=False)
+    paper = (left[:, :5] * sizes[:5]) @ torch.linalg.solve_triangular(
+        root, right[:5], upper=False, left=False
+    )
+    assert ((B @ A - paper).norm() / paper.norm()) < 1e-6
+    outputs = weight @ inputs.T
+    lost = ((weight - B @ A) @ inputs.T).norm() / outputs.norm()
+    assert abs(weighted - lost) < 1e-6
+    tail = (sizes[5:].square().sum() / sizes.square().sum()).sqrt()
+    assert abs(lost - tail) < 1e-6
+    A, B, least, _ = truncate(weight, 5)
+    worse = ((weight - B @ A) @ inputs.T).norm() / outputs.norm()
+    assert worse > 1.3 * lost and error > least
+
+
+def test_a_rank_above_a_narrow_side_loses_nothing_and_trains():
+    weight = draw(6, 16)
+    A, B, error, _ = truncate(weight, 10, seed=3)
+    assert error < 1e-14
+    assert (B @ A - weight).abs().max() < 1e-13
+    A, B = A.requires_grad_(), B.requires_grad_()
+    (B @ A).square().sum().backward()
+    assert A.shape == (10, 16) and (B.grad[:, 6:].norm(dim=0) > 0.1).all()

@@ -2,6 +2,7 @@
 """What the launcher refuses, and what it would start; its processes are in tests/integration."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,40 +11,42 @@ from tests.commands import ROOT
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.compat.elastic import Failure
 from torchtitan_lr.launch import launcher as launch
+from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.folder_lock import locked
 
 
 @pytest.fixture
 def variables(monkeypatch):
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "TRAIN_FILE"):
+    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("CONFIG_FILE", "MAX_RESTARTS", "RDZV_CONF"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MAX_RESTARTS", raising=False)
     return monkeypatch
 
 
-REFUSED_VARIABLES = [
-    ({"NGPU": "many"}, "NGPU: got 'many', expected a number from 1 to 1,024"),
-    ({"LOG_RANK": "4"}, "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
-    (
-        {"NNODES": "2", "RDZV_ENDPOINT": "a:1,b:1"},
-        "RDZV_ENDPOINT: got 'a:1,b:1', expected host:port of one of the 2 machines",
-    ),
-    ({"NNODES": "2"}, "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
-    ({"NNODES": "0:2"}, "NNODES: got '0', expected a number from 1 to 100,000"),
-    ({"RDZV_CONF": "join_timeout=1s"}, "RDZV_CONF: got 'join_timeout=1s', expected KEY=NUMBER"),
+REFUSED = [
+    ({"NGPU": "many"}, "", "NGPU: got 'many', expected a number from 1 to 1,024"),
+    ({"LOG_RANK": "4"}, "", "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
+    ({"NNODES": "2"}, "", "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
+    ({"NNODES": "0:2"}, "", "NNODES: got '0', expected a number from 1 to 100,000"),
+    ({"NNODES": "3:2"}, "", "NNODES: got '3:2', expected a range such as 2:3"),
+    ({}, "--training.steps=ten", "training.steps: got 'ten', expected an integer such as 10000"),
+    ({}, "debug_cole", "job.config_file: got 'debug_cole', expected a TOML file such as "),
+    ({}, "training.steps=3", "command line: got 'training.steps=3', expected --section.key=value"),
 ]
 
 
-@pytest.mark.parametrize(("values", "expected"), REFUSED_VARIABLES)
-def test_refused_variables(variables, capsys, values, expected):
+@pytest.mark.parametrize(("values", "argument", "expected"), REFUSED)
+def test_a_refusal_is_one_line(variables, capsys, tmp_path, values, argument, expected):
     for name, value in values.items():
         variables.setenv(name, value)
-    assert launch.main([]) == 2
+    variables.chdir(ROOT)
+    arguments = [argument, f"--job.dump_folder={tmp_path}/new"]
+    assert launch.main([text for text in arguments if text]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"error: {expected}")
-    assert len(captured.err.splitlines()) == 1
+    assert captured.err.startswith(f"error: {expected}") and captured.err.count("\n") == 1
+    assert ("did you mean debug_cola" in captured.err) == (argument == "debug_cole")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_start_that_is_refused_names_the_job_in_its_folder(variables, capsys, tmp_path):
@@ -59,46 +62,23 @@ def test_a_start_that_is_refused_names_the_job_in_its_folder(variables, capsys, 
     assert f"process {os.getpid()} on " in capsys.readouterr().err
 
 
-def test_refused_arguments(variables, capsys, tmp_path):
-    variables.chdir(ROOT)
-    arguments = [f"--job.dump_folder={tmp_path}/new", "--training.steps=ten"]
-    assert launch.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err == ("error: training.steps: got 'ten', expected an integer such as 10000\n")
-    assert not (tmp_path / "new").exists()
-
-
 def test_environment(variables):
-    default = launch.Environment(4, 1, "0", "", "torchtitan_lr.train", ranks_given=False)
-    assert launch.read_environment() == default
+    default = Environment(4, 1, "0", "", ranks_given=False)
+    assert read_environment() == default
     variables.setenv("NGPU", "")
-    assert launch.read_environment() == default
+    assert read_environment() == default
     variables.setenv("NGPU", "8")
     variables.setenv("LOG_RANK", "0, 7")
-    variables.setenv("NNODES", "2")
     variables.setenv("RDZV_ENDPOINT", "host:1234")
-    environment = launch.read_environment()
-    two = launch.Environment(8, 2, "0,7", "", "torchtitan_lr.train", endpoint="host:1234")
-    assert environment == two
-    assert environment.world_size == 16
+    for text, least, most in (("2:4", 2, 4), ("3:3", None, 3), ("2", None, 2)):
+        variables.setenv("NNODES", text)
+        found = read_environment()
+        assert (found.min_nodes, found.nodes) == (least, most)
+    assert found == Environment(8, 2, "0, 7", "", endpoint="host:1234")
+    assert (found.world_size, found.shown()) == (16, [0, 7])
     variables.setenv("COMM_MODE", "fake_backend")
     variables.setenv("MAX_RESTARTS", "3")
-    dry = launch.Environment(16, 1, "0,7", "fake_backend", "torchtitan_lr.train")
-    assert launch.read_environment() == dry
-
-
-@pytest.mark.parametrize(
-    ("word", "refused"),
-    [
-        ("debug_cole", "job.config_file: got 'debug_cole', expected a TOML file such as "),
-        ("training.steps=3", "command line: got 'training.steps=3', expected --section.key=value"),
-    ],
-)
-def test_a_first_word_that_names_nothing_is_refused(variables, capsys, word, refused):
-    assert launch.main([word]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {refused}") and said.count("\n") == 1
-    assert ("did you mean debug_cola" in said) == (word == "debug_cole")
+    assert read_environment() == Environment(16, 1, "0, 7", "fake_backend")
 
 
 def test_how_to_go_on(tmp_path):
@@ -115,4 +95,24 @@ def test_how_to_go_on(tmp_path):
     config.job.dump_folder = str(tmp_path / "removed")
     line = launch.failure_line(Failure(1, 1, "its words", tmp_path), config)
     assert line.startswith(f"error: rank 1 failed: its words; its output: {tmp_path}; there is no")
-    assert launch.how_to_resume(config) == "; there is no checkpoint to resume from"
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ((5, -9, ""), "rank 5 was ended by SIGKILL"),
+        ((5, -11, "Error: x"), "rank 5 failed: Error: x"),  # a crash in its cleanup
+        ((5, 1, ""), "rank 5 failed with status 1"),
+        ((None, None, "no store"), "no store"),
+    ],
+)
+def test_a_failure_is_one_line(failure, said):
+    assert str(Failure(*failure, Path("logs"))) == said
+
+
+@pytest.mark.parametrize("value", ["a\x1b[31m", [1], {}, True, float("nan"), None])
+def test_a_damaged_summary_costs_its_cells(value):
+    summary = {"train_loss": 2.5, "steps": value, "mfu": value, "checkpoint": value}
+    lines = launch.summary_lines(summary, Path("a"), Path("b"))
+    assert lines[0].split() == ["steps", "-"] and "2.5000" in lines[1]
+    assert "".join(lines).isprintable()

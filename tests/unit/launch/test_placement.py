@@ -1,17 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Ranks and degrees on machines with any number of GPUs; the device count is the only fake."""
+"""Ranks and degrees on any number of GPUs and machines; the device count is the only fake."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from tests.commands import ROOT
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher
 from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.placement import find_device, place
+from torchtitan_lr.launch.placement import check_machines, find_device, place
 
 MAIN = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
 TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"
@@ -49,15 +51,12 @@ def batch(found):
 
 def test_fewer_gpus_than_ranks(gpus):
     gpus(1)
-    with pytest.raises(ConfigError) as info:
-        find_device(Environment(4, 1, "0", "", "torchtitan_lr.train"))
-    assert str(info.value) == (
-        "NGPU: got 4, expected at most 1, the GPUs of this machine "
-        "(or CUDA_VISIBLE_DEVICES= to train on the CPU)"
-    )
-    assert find_device(Environment(1, 1, "0", "", "m")) == "cuda"
+    hide = r"at most 1, the GPUs of this machine \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
+    with pytest.raises(ConfigError, match=rf"NGPU: got 4, expected {hide}"):
+        find_device(Environment(4, 1, "0", ""))
+    assert find_device(Environment(1, 1, "0", "")) == "cuda"
     # A dry run takes one GPU whatever NGPU says.
-    assert find_device(Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
+    assert find_device(Environment(64, 1, "0", "fake_backend")) == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -89,21 +88,16 @@ def test_the_main_job_on_as_many_ranks_as_requested(gpus):
     assert found.arguments == [MAIN, f"{TP}=1"]
     assert found.note == f"training on 1 rank with {TP}=1"
     # What the command line says is not touched.
+    assert placed(MAIN, f"{BATCH}=8").arguments == [MAIN, f"{BATCH}=8", f"{TP}=1"]
+    with pytest.raises(ConfigError, match="tensor_parallel_degree: got 2"):
+        placed(MAIN, f"{TP}=2")
     patch.setenv("NGPU", "8")
     found = placed(MAIN)
     assert (found.arguments, batch(found)) == ([MAIN, f"{LOCAL}=4"], 16)
     with pytest.raises(ConfigError, match=r"batch with --training.local_batch_size=4"):
         placed(MAIN, f"{LOCAL}=8")
-    patch.setenv("NGPU", "1")
-    assert placed(MAIN, f"{BATCH}=8").arguments == [MAIN, f"{BATCH}=8", f"{TP}=1"]
-    with pytest.raises(ConfigError, match="tensor_parallel_degree: got 2"):
-        placed(MAIN, f"{TP}=2")
     patch.setenv("NGPU", "3")  # no 16 sequences
     with pytest.raises(ConfigError, match="got 2, expected a divisor of the 3 ranks"):
-        placed(MAIN)
-    patch.setenv("NGPU", "4")
-    gpus(1)
-    with pytest.raises(ConfigError, match="NGPU: got 4, expected at most 1"):
         placed(MAIN)
 
 
@@ -127,11 +121,8 @@ def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys, 
     assert placed(config).environment.ranks == 2
     gpus(1)
     assert launcher.main([config]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == (
-        "error: parallelism.tensor_parallel_degree: got 2, expected a divisor of the 1 ranks: 1\n"
-    )
-    assert captured.out == ""
+    told = "tensor_parallel_degree: got 2, expected a divisor of the 1 ranks: 1\n"
+    assert capsys.readouterr().err.endswith(told)
     assert placed(config, f"{TP}=1").environment.ranks == 1
 
 
@@ -151,3 +142,40 @@ def test_a_rank_of_a_machine_that_lost_a_gpu_refuses(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(train, "checked_once", lambda *_: "signed")
     assert train.checked_config([MAIN], ExitStack())[1] == "signed"
+
+
+TWO_TO_FOUR = Environment(1, 4, "0", "", min_nodes=2, max_restarts=1)
+
+
+def on_machines(environment, *arguments):
+    """Check the main job without tensor parallelism, whose ranks all read data."""
+    config = build_job_config([MAIN, f"{TP}=1", f"{LOCAL}=1", *arguments])
+    check_machines(config, environment, "cpu")
+
+
+def test_every_number_of_machines_must_fit(gpus):
+    gpus(0)
+    on_machines(TWO_TO_FOUR, f"{BATCH}=12")
+    want = "NNODES: got '2:4', expected only numbers of machines that fit; 3 of 1 ranks: training."
+    with pytest.raises(ConfigError, match=want):
+        on_machines(TWO_TO_FOUR, f"{BATCH}=8")
+    # Without the third it fits.
+    on_machines(replace(TWO_TO_FOUR, min_nodes=4), f"{BATCH}=8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([f"{BATCH}=-1"], r"global_batch_size: got -1, .* with NNODES=2:4: -1 depends on"),
+        ([f"{BATCH}=12", "--checkpoint.no_enable"], r"checkpoint.enable: .* MAX_RESTARTS=1"),
+        ([f"{BATCH}=12", "--checkpoint.load_only"], r"load_only: got True, expected false with"),
+        ([f"{BATCH}=12", "--checkpoint.load_step=3"], r"load_step: got 3, expected -1 with MAX"),
+    ],
+)
+def test_what_could_not_go_on(gpus, arguments, told):
+    gpus(0)
+    with pytest.raises(ConfigError, match=told):
+        on_machines(TWO_TO_FOUR, *arguments)
+    # One start of a fixed number of machines may be so; it looks for the step by itself.
+    if "load_step" not in told:
+        on_machines(replace(TWO_TO_FOUR, min_nodes=None, max_restarts=0), *arguments)

@@ -1,59 +1,82 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which records of a run's end replace which."""
+"""Who may write into a dump folder, and which records of a run's end replace which."""
 
+import errno
+import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.folder_lock import LOCK_FILE, locked
-from torchtitan_lr.launch.run_state import (
-    DIVERGED,
-    FAILED,
-    FINISHED,
-    REFUSED,
-    RUNNING,
-    STOPPED,
-    read_state,
-    write_state,
-)
+from torchtitan_lr.launch import run_state
+from torchtitan_lr.launch.folder_lock import LOCK_FILE, check_ours, is_held, locked
+from torchtitan_lr.train import record_state
 
 
-@pytest.mark.parametrize("end", [FINISHED, STOPPED])
-@pytest.mark.parametrize("failure", [FAILED, REFUSED, DIVERGED])
+def test_the_second_job_is_told_who_is_at_work(tmp_path):
+    folder = str(tmp_path / "new" / "dump")
+    with locked(folder), pytest.raises(ConfigError) as info, locked(folder):
+        pass
+    told = str(info.value)
+    assert told.startswith(f"job.dump_folder: got {folder!r}, expected a folder that no other")
+    assert f"process {os.getpid()} on {socket.gethostname()} has used it since 20" in told
+    # What is left in the file holds nothing.
+    assert not is_held(folder)
+    with locked(folder):
+        assert is_held(folder)
+
+
+def test_a_folder_that_takes_no_lock_is_refused(tmp_path):
+    (tmp_path / LOCK_FILE).mkdir()
+    refused = pytest.raises(ConfigError, match=r"job.dump_folder: got .*can be written")
+    with refused, locked(str(tmp_path)):
+        pass
+
+
+def test_a_run_whose_folder_was_emptied_saves_and_records_no_more(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    folder, began = str(tmp_path), time.time()
+    with locked(folder) as signed:
+        record_state(folder, signed, began, run_state.RUNNING)
+        with monkeypatch.context() as patch:  # as a network does
+            patch.setattr(Path, "read_bytes", fail)
+            check_ours(folder, signed)
+        (tmp_path / LOCK_FILE).unlink()
+        with pytest.raises(ConfigError, match=r"run.lock stays"):
+            check_ours(folder, signed)
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        with locked(folder):
+            record_state(folder, signed, began, run_state.FAILED, "no such luck")
+            with pytest.raises(ConfigError, match=r"run.lock stays"):
+                record_state(folder, signed, began, run_state.FINISHED)
+        assert run_state.read_state(folder)["state"] == run_state.RUNNING
+
+
+@pytest.mark.parametrize("end", [run_state.FINISHED, run_state.STOPPED])
+@pytest.mark.parametrize("failure", [run_state.FAILED, run_state.REFUSED, run_state.DIVERGED])
 def test_a_failure_before_training_leaves_the_end_of_the_run(tmp_path, end, failure):
-    write_state(tmp_path, end, "as it was")
-    write_state(tmp_path, failure, "refused")
-    assert (read_state(tmp_path)["state"], read_state(tmp_path)["error"]) == (end, "as it was")
-    write_state(tmp_path, RUNNING)
-    write_state(tmp_path, failure, "out of memory", rank=3, step=7)
-    found = read_state(tmp_path)
+    run_state.write_state(tmp_path, end, "as it was")
+    run_state.write_state(tmp_path, failure, "refused")
+    found = run_state.read_state(tmp_path)
+    assert (found["state"], found["error"]) == (end, "as it was")
+    run_state.write_state(tmp_path, run_state.RUNNING)
+    run_state.write_state(tmp_path, failure, "out of memory", rank=3, step=7)
+    found = run_state.read_state(tmp_path)
     assert isinstance(found.pop("time"), float)
     assert found == {"state": failure, "rank": 3, "step": 7, "error": "out of memory"}
 
 
 def test_the_first_failure_of_a_start_stays(tmp_path):
-    write_state(tmp_path, FAILED, "of an earlier start")
+    run_state.write_state(tmp_path, run_state.FAILED, "of an earlier start")
     began = time.time()
-    write_state(tmp_path, DIVERGED, "first", rank=1, began=began)
-    write_state(tmp_path, FAILED, "connection reset", rank=0, began=began)
-    assert (read_state(tmp_path)["error"], read_state(tmp_path)["rank"]) == ("first", 1)
+    run_state.write_state(tmp_path, run_state.DIVERGED, "first", rank=1, began=began)
+    run_state.write_state(tmp_path, run_state.FAILED, "connection reset", rank=0, began=began)
+    found = run_state.read_state(tmp_path)
+    assert (found["error"], found["rank"]) == ("first", 1)
     # But for a rank that was killed: the others saw only its end.
-    write_state(tmp_path, FAILED, "rank 2 was ended by SIGKILL", rank=2)
-    assert read_state(tmp_path)["rank"] == 2
-
-
-def test_a_run_that_lost_its_folder_records_nothing_there(tmp_path, monkeypatch):
-    from torchtitan_lr.train import record_state
-
-    folder, began = str(tmp_path), time.time()
-    with locked(folder) as signed:
-        record_state(folder, signed, began, RUNNING)
-        (tmp_path / LOCK_FILE).unlink()
-        monkeypatch.setattr(socket, "gethostname", lambda: "another")
-        with locked(folder):
-            record_state(folder, signed, began, FAILED, "no such luck")
-            with pytest.raises(ConfigError, match=r"run.lock stays"):
-                record_state(folder, signed, began, FINISHED)
-        assert read_state(folder)["state"] == RUNNING
+    run_state.write_state(tmp_path, run_state.FAILED, "rank 2 was ended by SIGKILL", rank=2)
+    assert run_state.read_state(tmp_path)["rank"] == 2

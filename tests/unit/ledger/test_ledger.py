@@ -12,9 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.compat.process_groups import OPERATIONS
-from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.ledger.ledger import CommLedger, identify
+from torchtitan_lr.costs.step_traffic import compare, differences
+from torchtitan_lr.ledger.ledger import CommLedger
 
 functional = torch.ops._c10d_functional
 
@@ -64,23 +64,17 @@ class Model(nn.Module):
         return self.output(x)
 
 
-def step(model: nn.Module, ledger: CommLedger) -> None:
-    with ledger:
+def step(model: nn.Module) -> CommLedger:
+    with CommLedger([model], {}) as ledger:
         out = model(torch.ones(4, 8))
         loss = Reduce.apply(out).sum()
         loss.backward()
         dist.all_reduce(torch.zeros(3, dtype=torch.float64))
-
-
-def new_ledger(model: nn.Module) -> CommLedger:
-    return CommLedger([model], {})
+    return ledger
 
 
 def test_scopes_and_passes() -> None:
-    model = Model()
-    ledger = new_ledger(model)
-    step(model, ledger)
-    rows = [tuple(row.values())[:-1] for row in ledger.rows()]
+    rows = [tuple(row.values())[:-1] for row in step(Model()).rows()]
     expected = []
     for scope in ("embedding", "block 0", "block 1", "head", "loss"):
         expected.append((scope, "forward", "all_reduce", "world", "float32", 1, 32, 128))
@@ -95,35 +89,15 @@ def test_recomputation_of_half_a_block_is_flagged() -> None:
     model = Model()
     for name in list(model.layers):
         model.layers[name] = nn.Sequential(Part(), checkpoint_wrapper(Part()))
-    ledger = new_ledger(model)
-    step(model, ledger)
-    rows = ledger.rows(split_recompute=True)
-    reductions = [r for r in rows if r["op"] == "all_reduce" and r["scope"].startswith("block")]
-    assert [(r["scope"], r["pass"], r["calls"], r["recompute"]) for r in reductions] == [
-        (f"block {i}", *row)
-        for i in range(2)
-        for row in (("forward", 2, False), ("backward", 1, True))
-    ]
+    found = []
+    for row in step(model).rows(split_recompute=True):
+        if row["op"] == "all_reduce" and row["scope"].startswith("block"):
+            found.append((row["scope"], row["pass"], row["calls"], row["recompute"]))
+    first = [("block 0", "forward", 2, False), ("block 0", "backward", 1, True)]
+    assert found == [*first, *(("block 1", *rest) for _, *rest in first)]
 
 
-def sizes(call: Any) -> tuple[str, int]:
-    found: list[Any] = []
-
-    class Catch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            found.append(identify(func, args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-    with Catch():
-        call()
-    (collective,) = [item for item in found if item is not None]
-    assert collective.group == world()
-    return collective.op, collective.elements
-
-
-X = torch.ones(8, 2)
+X, Y = torch.ones(8, 2), torch.ones(32, 2)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +106,7 @@ X = torch.ones(8, 2)
         (lambda: dist.all_reduce(X), "all_reduce", 16),
         (lambda: dist.broadcast(X, 0), "broadcast", 16),
         (lambda: dist.reduce_scatter_tensor(X[:2].clone(), X), "reduce_scatter", 16),
-        (lambda: dist.all_gather_into_tensor(torch.ones(32, 2), X), "all_gather", 64),
+        (lambda: dist.all_gather_into_tensor(Y, X), "all_gather", 64),
         (lambda: dist.all_gather([X.clone() for _ in range(4)], X), "all_gather", 64),
         (lambda: dist.all_to_all_single(X.clone(), X), "all_to_all", 16),
         (lambda: functional.all_reduce(X, "sum", world()), "all_reduce", 16),
@@ -140,15 +114,14 @@ X = torch.ones(8, 2)
         (lambda: functional.all_reduce_coalesced([X, X[:1]], "sum", world()), "all_reduce", 18),
         (lambda: functional.reduce_scatter_tensor(X, "sum", 4, world()), "reduce_scatter", 16),
         (lambda: functional.all_gather_into_tensor(X, 4, world()), "all_gather", 64),
-        (
-            lambda: functional.all_gather_into_tensor_out(X, 4, world(), out=torch.ones(32, 2)),
-            "all_gather",
-            64,
-        ),
+        (lambda: functional.all_gather_into_tensor_out(X, 4, world(), out=Y), "all_gather", 64),
     ],
 )
 def test_sizes(call: Any, op: str, elements: int) -> None:
-    assert sizes(call) == (op, elements)
+    with CommLedger([], {}) as ledger:
+        call()
+    (row,) = ledger.rows()
+    assert (row["mesh_dim"], row["op"], row["elements"]) == ("world", op, elements)
 
 
 def test_every_collective_of_torch_is_known() -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.documents import alone, difference, masks_of_blocks, together
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL
-from torchtitan_lr.costs.rank_memory import mask_bytes
+from torchtitan_lr.costs.memory import mask_bytes
 from torchtitan_lr.models.llama import separate
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 

@@ -1,10 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The model of every family, and with lanes, against the formulas written out; fp64."""
+
 import itertools
 
 import pytest
 import torch
 
 from tests.unit.tiny import build_tiny, tokens
+from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.models.llama import build_freqs_cis
 
 PLACEMENTS = ("both", "lowrank", "reduced", "fullrank", "none")
@@ -17,11 +20,16 @@ def rms_norm(x, weight, eps=1e-6):
 
 
 class Reference:
-    """The model written from the formulas, by parameter name; fp64."""
+    """The model written from the formulas, by parameter name, or one of its lanes."""
 
-    def __init__(self, model, placement):
-        self.w = model.state_dict()
+    def __init__(self, model, placement="fullrank", lane=0):
         self.args = model.model_args
+        self.w = {}
+        for name, weight in model.named_parameters():
+            if self.args.lanes > 1 and weight.ndim == 2 and "embeddings" not in name:
+                dim = int(name.endswith(("wo.weight", "w2.weight")))
+                weight = weight.chunk(self.args.lanes, dim)[lane]
+            self.w[name] = weight
         self.placement = placement
         self.latents = {}
 
@@ -51,7 +59,7 @@ class Reference:
         )
         q, k = self.rope(q), self.rope(k)
         heads = []
-        for h in range(a.n_heads):
+        for h in range(a.n_heads // a.lanes):
             g = h // (a.n_heads // a.kv_heads)
             scores = q[:, :, h] @ k[:, :, g].transpose(1, 2) / a.head_dim**0.5
             hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
@@ -73,7 +81,59 @@ class Reference:
             x = x + self.attention(f"layers.{i}.", x, carried)
             x = x + self.feed_forward(f"layers.{i}.", x, carried)
             carried = self.latents
+        return self.logits(x)
+
+    def logits(self, x):
         return rms_norm(x, self.w["norm.weight"]) @ self.w["output.weight"].T
+
+
+def partial_sum(terms, shared):
+    """CAAT-Net, equations 8 and 12: y_i = [Σ_j a_j[:s], a_i[s:]]."""
+    total = torch.stack([a[..., :shared] for a in terms]).sum(0)
+    return [torch.cat((total, a[..., shared:]), -1) for a in terms]
+
+
+def lane_by_lane(model, ids):
+    """Logits with a list of streams, one lane after the other."""
+    args = model.model_args
+    shared = args.shared_channels(args.dim)
+    lanes = [Reference(model, lane=i) for i in range(args.lanes)]
+    x = [model.tok_embeddings.weight[ids]] * args.lanes
+    for i in range(args.n_layers):
+        for layer in (Reference.attention, Reference.feed_forward):
+            terms = [
+                layer(lane, f"layers.{i}.", own, {}) for lane, own in zip(lanes, x, strict=True)
+            ]
+            x = [a + b for a, b in zip(x, partial_sum(terms, shared), strict=True)]
+    return torch.cat([lane.logits(own) for lane, own in zip(lanes, x, strict=True)], -1)
+
+
+def gradients(model, logits):
+    model.zero_grad()
+    logits.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def largest(a, b):
+    assert a.keys() == b.keys()
+    return max(((a[n] - b[n]).abs().max() / b[n].abs().max()).item() for n in a)
+
+
+@pytest.mark.parametrize(("lanes", "fraction"), [(2, 0.3), (4, 0.0), (4, 0.3), (4, 1.0)])
+def test_lanes_equal_the_definition(lanes, fraction):
+    model = build_tiny("full", torch.float64, lanes=lanes, sync_fraction=fraction)
+    ids = tokens(model.model_args)
+    exact = lane_by_lane(model, ids)
+    torch.testing.assert_close(model(ids), exact, rtol=1e-12, atol=1e-12)
+    assert largest(gradients(model, model(ids)), gradients(model, exact)) < 1e-12
+
+
+def test_sharing_everything_is_the_model_without_lanes():
+    shared = build_tiny("full", torch.float64, lanes=4)
+    ordinary = build_tiny("full", torch.float64)
+    shared.load_state_dict(ordinary.state_dict())
+    ids = tokens(ordinary.model_args)
+    assert largest(gradients(shared, shared(ids)), gradients(ordinary, ordinary(ids))) < 1e-12
 
 
 def randomized(family, **changes):
@@ -127,3 +187,16 @@ def test_blocks_compile_without_a_graph_break(family):
     # One graph serves all blocks; LaX's first block, which receives nothing, is another.
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == (2 if family == "lax" else 1)
+
+
+def test_lanes_are_added_up_in_the_precision_that_is_asked_for():
+    """256 + 1 + 1 + 1 + 3 is 262; bf16, whose unit is 2 there, forgets every 1 on its way."""
+    terms = torch.tensor([256.0, 1, 1, 1, 3], dtype=torch.bfloat16).view(1, 1, 5, 1)
+    for wide, backward in ((True, 262), (False, 260)):
+        x = terms.repeat(1, 2, 1, 4).requires_grad_()
+        out = share_channels(x, 3, wide)
+        out.backward(terms.expand_as(x))
+        assert x.grad is not None
+        assert (out[..., :3] == 262).all() and (x.grad[..., :3] == backward).all()
+        assert torch.equal(out[..., 3:], x[..., 3:])
+        assert torch.equal(x.grad[..., 3:], x[..., 3:])

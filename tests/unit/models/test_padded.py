@@ -47,10 +47,6 @@ def trained(family, mode, pads=None):
     model.double()
     if mode == "low_rank":
         apply_low_rank_checkpoint(model, save_attention=False)
-    if mode == "compiled":
-        torch._dynamo.reset()
-        for block in model.layers.values():
-            block.compile(backend="aot_eager", fullgraph=True)
     tokens = torch.randint(args.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
     with Widths() if mode == "eager" else torch.enable_grad() as seen:
         loss = model(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
@@ -59,11 +55,10 @@ def trained(family, mode, pads=None):
     return loss.detach(), gradients, seen.found if mode == "eager" else set()
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled", "low_rank"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"), [*((family, "eager") for family in FAMILIES), ("cola", "low_rank")]
+)
 def test_padding_changes_nothing(family, mode):
-    if (family, mode) in (("full", "low_rank"), ("svd", "compiled"), ("lax", "compiled")):
-        pytest.skip("full rank has no latents, and the compiler sees no new operator")
     loss, gradients, widths = trained(family, mode)
     padded_loss, padded_gradients, padded_widths = trained(family, mode, pads=True)
     torch.testing.assert_close(padded_loss, loss, rtol=1e-14, atol=0)

@@ -1,11 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Rotary positions: their values, and that no cast rounds the table."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.unit.tiny import build_tiny
+from torchtitan_lr.compat.fake import fake_process_group
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.llama import apply_rope, build_freqs_cis
+from torchtitan_lr.parallel.data_parallel import mixed_precision_policy
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 
@@ -87,3 +97,29 @@ def test_a_cast_of_the_model_does_not_round_the_table():
     assert not torch.equal(build_freqs_cis(12, 32, 10000.0, None).to(torch.complex128), exact)
     assert torch.equal(model.bfloat16().freqs_cis, exact.to(torch.complex64))
     assert torch.equal(model.to(torch.bfloat16).freqs_cis, exact.to(torch.complex64))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_fsdp_does_not_round_the_table(cast: bool) -> None:
+    policy = mixed_precision_policy(build_job_config(["--training.mixed_precision_param=bfloat16"]))
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    model = build_tiny("cola")
+    seen: dict[str, Any] = {}
+
+    def look(module: Any, args: tuple[Any, ...]) -> None:
+        seen["x"], seen["table"] = args[0].dtype, args[2].table
+
+    with fake_process_group(1):
+        mesh = init_device_mesh("cpu", (1,))
+        if cast:
+            policy = replace(policy, cast_forward_inputs=True)  # torch's default: the control
+        for module in (model.tok_embeddings, *model.layers.values(), model.output, model):
+            assert module is not None
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        model.layers["0"].attention.register_forward_pre_hook(look)
+        with pytest.raises(RuntimeError, match="BFloat16") if cast else nullcontext():
+            assert model(torch.zeros(1, 8, dtype=torch.long)).dtype == torch.bfloat16
+    assert seen["x"] == torch.bfloat16
+    exact = torch.view_as_real(model.freqs_cis)
+    assert (seen["table"].dtype == torch.float32) == (not cast)
+    assert torch.equal(seen["table"].float(), exact) == (not cast)

@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Adam on shards against torch's own, and rejected steps."""
+"""Adam on shards against torch's own, with rejected steps between."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lr.optim.adam import _ON_SHARDS, ShardAdam, ShardAdamW
-from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.step import step_unless
-
-SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
-PAIRS = [(torch.optim.Adam, ShardAdam), (torch.optim.AdamW, ShardAdamW)]
+from torchtitan_lr.optim.containers import NamedOptimizers, adam_with_state
+from torchtitan_lr.training.verdict import step_unless
 
 
 @pytest.fixture
@@ -27,88 +24,63 @@ def mesh():
 
 
 class Kinds(TorchDispatchMode):
-    """Records what the fused kernel is given."""
+    """Records what Adam's kernels are given."""
 
     def __init__(self):
         super().__init__()
         self.found = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_fused_adam" in str(func):
-            self.found.update(type(tensor) for tensors in args[:4] for tensor in tensors)
+        if any(name in str(func) for name in ("_fused_adam", "addcdiv")):
+            tensors = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            self.found.update(map(type, tensors))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_steps_are_torchs_own(theirs, ours, mesh):
-    torch.manual_seed(0)
-    plain = nn.Linear(6, 4)
-    model = copy.deepcopy(plain)
-    for name, parameter in list(model.named_parameters()):
-        sharded = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
-        model.register_parameter(name, sharded)
-    optimizer = theirs(model.parameters(), **SETTINGS)
-    optimizer.__class__ = _ON_SHARDS[type(optimizer)]
-    assert type(optimizer) is ours
-    start = [parameter.detach().clone() for parameter in plain.parameters()]
-    expected = theirs(plain.parameters(), **SETTINGS)
-    for _ in range(3):
-        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-            a.grad = torch.randn(a.shape)
-            b.grad = distribute_tensor(a.grad.clone(), mesh, b.placements)
-        expected.step()
-        with Kinds() as kinds:
-            optimizer.step()
-        assert kinds.found and DTensor not in kinds.found
-    for before, a, b in zip(start, plain.parameters(), model.parameters(), strict=True):
-        assert not torch.equal(before, a)
-        assert torch.equal(a, b.full_tensor())
-        state = optimizer.state[b]
-        assert isinstance(state["exp_avg"], DTensor) and isinstance(state["exp_avg_sq"], DTensor)
-        assert state["step"] == 3
-
-
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_a_rejected_step_leaves_no_bit(kind, implementation, mesh):
-    """Between accepted steps, which are torch's own; fused Adam reads nothing on the host."""
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_steps_are_torchs_own_and_a_rejected_one_leaves_no_bit(name, implementation, mesh):
     torch.manual_seed(0)
     plain = nn.Linear(6, 4)
     model = copy.deepcopy(plain)
-    how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-    settings = {"lr": 1e-2, "weight_decay": 0.1, **how}
-    container = OptimizersContainer([model], kind, settings)
-    for optimizer in container:
-        optimizer.__class__ = _ON_SHARDS[type(optimizer)]
-    expected = kind(plain.parameters(), **settings)
-    for round_ in range(3):
-        before = {name: value.clone() for name, value in state_of(model, container).items()}
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, float("nan"))
-        step_unless(torch.ones(()), container)
-        after = state_of(model, container)
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-        assert not round_ or len(before) == 8
-        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-            a.grad = torch.randn(a.shape)
-            b.grad = a.grad.clone()
+    for key, parameter in list(model.named_parameters()):
+        sharded = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        model.register_parameter(key, sharded)
+    how = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "implementation": implementation}
+    group = {"params": list(model.named_parameters()), "lr": 1e-2, "weight_decay": 0.1}
+    optimizer = adam_with_state([group], SimpleNamespace(name=name, **how))
+    container = NamedOptimizers([model], [optimizer])
+    expected = getattr(torch.optim, name)(
+        plain.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6
+    )
+
+    def step(rejected, gradients):
+        for a, b, gradient in zip(plain.parameters(), model.parameters(), gradients, strict=True):
+            a.grad, b.grad = gradient, distribute_tensor(gradient.clone(), mesh, b.placements)
+        step_unless(torch.tensor(float(rejected)), container)
+
+    for _ in range(3):
+        before = bits(model, container)
+        step(True, [torch.full_like(p, float("nan")) for p in plain.parameters()])
+        assert torch.equal(before, bits(model, container))
+        with Kinds() as kinds:
+            step(False, [torch.randn(p.shape) for p in plain.parameters()])
+        assert kinds.found and DTensor not in kinds.found
         expected.step()
-        step_unless(torch.zeros(()), container)
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-            assert torch.equal(a, b)
-    # The control: torch's own step uses the NaN.
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, float("nan"))
-    container.step()
-    assert not any(torch.isfinite(value).all() for value in model.parameters())
+            torch.testing.assert_close(b.full_tensor(), a, rtol=1e-6, atol=1e-7)
+            assert optimizer.state[b]["step"] == expected.state[a]["step"]
+            assert isinstance(optimizer.state[b]["exp_avg"], DTensor)
+    # The control: accepted, the NaN spoils the weights.
+    step(False, [torch.full_like(p, float("nan")) for p in plain.parameters()])
+    assert not any(torch.isfinite(p.full_tensor()).all() for p in model.parameters())
 
 
-def state_of(model, container):
+def bits(model, container):
     """Weights, and what the optimizer holds."""
-    (optimizer,) = container
-    held = {
-        f"{name}.{kind}": value
-        for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }
-    return {name: value.reshape(-1) for name, value in (*model.named_parameters(), *held.items())}
+    states = [v for v in container.state_dict().values() if isinstance(v, torch.Tensor)]
+    found = [
+        v.full_tensor() if isinstance(v, DTensor) else v for v in (*model.parameters(), *states)
+    ]
+    assert len(found) == 8
+    return torch.cat([value.detach().reshape(-1) for value in found])

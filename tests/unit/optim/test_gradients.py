@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Norm and clipping of stored gradients.
-
-Layouts against one process are in tests/distributed, TSR-Adam's gradients in test_tsr_optimizer.py.
-"""
+"""Norm and clipping of stored gradients; in layouts: tests/distributed."""
 
 import pytest
 import torch

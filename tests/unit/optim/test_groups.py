@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Groups of parameters, by what a step does to the weights."""
 
-from contextlib import nullcontext
-
 import pytest
 
-from tests.unit.tiny_trainer import history, tiny_trainer
+from tests.unit.tiny_trainer import history, parameters, tiny_trainer
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.checks.rates import _warn_of_scale
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
@@ -17,7 +14,6 @@ OPTIONS = [
     *("--training.max_norm=1e9", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"),
     "--optimizer.adamw_lr=0",
 ]
-OF_TSR = ["--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"]
 GROUPS = r"""
 [[optimizer.groups]]
 pattern = 'wq\.A'
@@ -40,17 +36,13 @@ def written(folder, text):
     return f"--job.config_file={path}"
 
 
-def steps(folder, *options, count=1):
-    """Weights before and after some steps, and what was logged; no gradient comes from the data."""
+def step(folder, *options):
+    """Weights before and after a step."""
     with tiny_trainer(folder, *OPTIONS, *options, exact=False) as trainer:
-        model = trainer.model_parts[0]
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        batches = iter(trainer.dataloader)
-        for _ in range(count):
-            trainer.step += 1
-            trainer.train_step(batches)
-        after = {name: p.detach().clone() for name, p in model.named_parameters()}
-        return before, after, history(trainer)
+        before = parameters(trainer.model_parts[0])
+        trainer.step += 1
+        trainer.train_step(iter(trainer.dataloader))
+        return before, parameters(trainer.model_parts[0])
 
 
 def own_rate(name):
@@ -66,11 +58,11 @@ def own_rate(name):
 def test_each_parameter_has_the_rates_of_its_first_group(name, tmp_path):
     """A step with groups is, parameter by parameter, one of a run that has these rates for all."""
     named = f"--optimizer.name={name}"
-    before, found, _ = steps(tmp_path, named, written(tmp_path, GROUPS))
+    before, found = step(tmp_path, named, written(tmp_path, GROUPS))
     for factors in ((0, 1), (4, 0), (1, 2), (1, 1)):
         rate, decay = 0.125 * factors[0], 0.5 * factors[1]
         options = [named, f"--optimizer.lr={rate or 1e-300}", f"--optimizer.weight_decay={decay}"]
-        _, expected, _ = steps(tmp_path / f"{factors}", *options)
+        _, expected = step(tmp_path / f"{factors}", *options)
         chosen = [parameter for parameter in found if own_rate(parameter) == factors]
         assert chosen
         for parameter in chosen:
@@ -79,10 +71,9 @@ def test_each_parameter_has_the_rates_of_its_first_group(name, tmp_path):
 
 
 def test_norms_and_gates_need_not_decay(tmp_path):
-    lax = ["--optimizer.lr=1e-3", "--optimizer.beta1=0"]
-    _, all_decay, _ = steps(tmp_path / "all", *lax)
-    _, found, _ = steps(tmp_path / "matrices", *lax, "--optimizer.weight_decay_on=matrices")
-    _, without, _ = steps(tmp_path / "none", *lax, "--optimizer.weight_decay=0")
+    all_decay = step(tmp_path / "all")[1]
+    found = step(tmp_path / "matrices", "--optimizer.weight_decay_on=matrices")[1]
+    without = step(tmp_path / "none", "--optimizer.weight_decay=0")[1]
     for parameter, weights in found.items():
         same, other = (all_decay, without) if weights.dim() == 2 else (without, all_decay)
         assert weights.equal(same[parameter])
@@ -93,10 +84,10 @@ def test_norms_and_gates_need_not_decay(tmp_path):
 def test_embedding_head_and_norms_have_rates_of_their_own(name, tmp_path):
     named = [f"--optimizer.name={name}", "--optimizer.beta1=0"]
     own = ["--optimizer.adamw_lr=0.25", "--optimizer.adamw_weight_decay=0.75"]
-    _, found, _ = steps(tmp_path / "own", *named, *own)
+    _, found = step(tmp_path / "own", *named, *own)
     for rate, decay, of_matrices in ((0.125, 0.5, True), (0.25, 0.75, False)):
         rates = [f"--optimizer.lr={rate}", f"--optimizer.weight_decay={decay}"]
-        _, same, _ = steps(tmp_path / f"{decay}", *named, *rates)
+        _, same = step(tmp_path / f"{decay}", *named, *rates)
         for parameter, weights in found.items():
             is_matrix = parameter.endswith((".A.weight", ".B.weight"))
             assert weights.equal(same[parameter]) is (is_matrix is of_matrices), parameter
@@ -145,57 +136,3 @@ def test_what_no_run_can_have_is_refused(table, message, tmp_path):
     with pytest.raises(ConfigError) as error:
         check_job_config(build_job_config(options), 1, "cpu", data="none")
     assert str(error.value).startswith(f"optimizer.groups{message}")
-
-
-LEFT_OVER = [  # options, and how the warnings begin
-    ("Spectron", ["--optimizer.lr=3e-4"], ["optimizer.lr = 0.0003 is not of the scale of S"]),
-    ("Spectron", ["--optimizer.adamw_lr=0.06"], []),  # chosen, and best at small widths
-    ("Muon", ["--optimizer.lr=2e-2"], ["optimizer.adamw_lr = 0.02 ", "optimizer.lr = 0.02 "]),
-    ("Muon", ["lr_multiplier = 0.01"], ["optimizer.lr of the group wq = 1e-05 is not of the"]),
-    ("Muon", ["--optimizer.lr=3e-3"], []),  # its updates have AdamW's size
-]
-
-
-@pytest.mark.parametrize(("name", "options", "warnings"), LEFT_OVER)
-def test_a_rate_of_another_optimizer_has_one_warning(name, options, warnings, tmp_path, caplog):
-    _warn_of_scale.cache_clear()
-    if options[0].startswith("lr_m"):
-        options = [written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{options[0]}")]
-    options = [f"--optimizer.name={name}", f"--job.dump_folder={tmp_path}", *options]
-    for _ in range(2):  # as a sweep checks many runs
-        check_job_config(build_job_config(options), 1, "cpu", data="none")
-    lines = [line for line in caplog.messages if "published rates" in line]
-    for line, start in zip(lines, warnings, strict=True):
-        assert line.startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("name", "decay", "table", "fits"),
-    [
-        *(("LoRAMuon", 49, "", True), ("LoRAMuon", 51, "", False), ("Spectron", 51, "", False)),
-        *(("AdamW", 51, "", True), ("TSRAdam", 51, "", True)),  # as in torch
-        ("Muon", 26, "weight_decay_multiplier = 2", False),
-    ],
-)
-def test_a_decay_that_turns_weights_is_refused(name, decay, table, fits, tmp_path):
-    options = [f"--optimizer.name={name}", "--optimizer.lr=0.02", f"--job.dump_folder={tmp_path}"]
-    options += [f"--optimizer.weight_decay={decay}", *OF_TSR]
-    if table:
-        options.append(written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{table}"))
-    config = build_job_config(options)
-    refused = pytest.raises(ConfigError, match=f"weight_decay: got {decay}.0, expected less than")
-    with nullcontext() if fits else refused:
-        check_job_config(config, 1, "cpu", data="none")
-
-
-@pytest.mark.parametrize("rate", ["adamw_lr", "lr"])
-def test_a_decay_turns_no_weight_that_it_does_not_shrink(rate, tmp_path):
-    other = "lr" if rate == "adamw_lr" else "adamw_lr"
-    options = ["--optimizer.name=Muon", f"--optimizer.{rate}=2", f"--optimizer.{other}=1e-3"]
-    options += ["--optimizer.weight_decay=0.6", f"--job.dump_folder={tmp_path}"]
-    refused = pytest.raises(ConfigError, match=rf"\.weight_decay: .* less than 0.5.*\.{rate} is 2")
-    with refused:
-        check_job_config(build_job_config(options), 1, "cpu", data="none")
-    options[-1:] = ["--optimizer.adamw_weight_decay=0.4", "--optimizer.weight_decay_on=matrices"]
-    with nullcontext() if rate == "adamw_lr" else refused:
-        check_job_config(build_job_config(options), 1, "cpu", data="none")

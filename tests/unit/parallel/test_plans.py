@@ -1,65 +1,61 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-from dataclasses import replace
+"""Which plans, settings and widths go together, and where a plan puts a stage's parameters."""
+
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.distributed.tensor import DTensor
 
+from tests.unit.tiny import tiny_args
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
+from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.plan_parts import EdgeParallel, TPSettings
-from torchtitan_lr.parallel.plans import PLANS, build_tp_plan, check_gather, resolve_settings
-
-
-def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
-    low_rank = family != "full"
-    args = LlamaArgs(
-        family=family,
-        dim=64,
-        n_layers=2,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=88,
-        vocab_size=64,
-        max_seq_len=16,
-        rank_attention=12 if low_rank else 0,
-        rank_ffn=20 if low_rank else 0,
-        activation="fullrank" if family in ("full", "svd") else "both",
-    )
-    return replace(args, **changes)
-
-
-def test_the_keys_values_are_the_plans() -> None:
-    """The schema, which loads no torch, names what the table has."""
-    assert list(PLANS) == list(BUILT_IN_PLANS)
-
+from torchtitan_lr.models.one_device import Planned
+from torchtitan_lr.parallel.plan_parts import TPSettings
+from torchtitan_lr.parallel.plans import (
+    PLANS,
+    apply_tensor_parallel,
+    check_gather,
+    resolve_settings,
+)
 
 LANES = {"lanes": 4, "sync_fraction": 0.5}
 
 
+def test_the_schema_which_loads_no_torch_names_the_plans() -> None:
+    assert list(PLANS) == list(BUILT_IN_PLANS)
+
+
 @pytest.mark.parametrize(
-    ("settings", "family", "changes", "key"),
+    ("settings", "family", "changes", "degrees", "message"),
     [
         # Without effect.
-        (TPSettings("megatron"), "cola", {}, "tp_plan"),
-        (TPSettings("btp"), "full", {}, "tp_plan"),
-        (TPSettings("vanilla", norm="sync"), "cola", {}, "tp_norm"),
-        (TPSettings("vanilla", comm="sequence"), "cola", {}, "tp_comm"),
-        (TPSettings("megatron", grouping=False), "full", {}, "tp_grouping"),
-        # Not with lanes.
-        (TPSettings("caat", comm="sequence"), "full", LANES, "tp_comm"),
+        (TPSettings("megatron"), "cola", {}, (1, 2), "tp_plan: "),
+        (TPSettings("btp"), "full", {}, (1, 2), "tp_plan: "),
+        (TPSettings("vanilla", norm="sync"), "cola", {}, (1, 2), "tp_norm: "),
+        (TPSettings("vanilla", comm="sequence"), "cola", {}, (1, 2), "tp_comm: "),
+        (TPSettings("megatron", grouping=False), "full", {}, (1, 2), "tp_grouping: "),
+        (TPSettings("caat", comm="sequence"), "full", LANES, (1, 2), "tp_comm: "),
+        # Widths that the ranks do not divide.
+        (TPSettings("btp"), "cola", {"n_heads": 2}, (4,), "tensor_parallel_degree: .*n_heads = "),
+        (TPSettings("btp"), "cola", {"ffn_dim": 90}, (4,), "tensor_parallel_degree: .*ffn_dim = "),
+        (TPSettings("btp"), "cola", {"vocab_size": 97}, (4,), "tensor_parallel_degree: .*vocab_s"),
+        (TPSettings("vanilla"), "cola", {"rank_ffn": 18}, (4,), "tensor_parallel_degree: .*rank_"),
+        (TPSettings(), "full", {"lanes": 2}, (4,), r"tensor_parallel_degree: .*caat\.lanes = 2"),
     ],
 )
-@pytest.mark.parametrize("degree", [1, 2])
 def test_settings_that_do_not_fit_are_refused(
-    settings: TPSettings, family: str, changes: dict[str, Any], key: str, degree: int
+    settings: TPSettings, family: str, changes: Any, degrees: tuple[int, ...], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^parallelism\.{key}: ") as error:
-        resolve_settings(settings, tiny(family, **changes), degree, 16)
-    assert "\n" not in str(error.value)
+    args = tiny_args(family, **changes)
+    for degree in degrees:
+        with pytest.raises(ConfigError, match=rf"^parallelism\.{message}") as error:
+            resolve_settings(settings, args, degree, 16)
+        assert "\n" not in str(error.value)
+    if degrees == (4,):
+        assert resolve_settings(settings, args, 1, 16).plan != "auto"
 
 
 @pytest.mark.parametrize(
@@ -67,68 +63,35 @@ def test_settings_that_do_not_fit_are_refused(
     [
         ("megatron", "full", 1, "'kv' for llama_full, which has no latents"),
         ("vanilla", "cola", 2, "'kv' under the plan vanilla, or the plan btp"),
-        ("vanilla_replicated", "lax", 4, "'kv' under the plan vanilla_replicated, or"),
     ],
 )
 def test_latents_that_are_not_whole_are_not_gathered(
     plan: str, family: str, degree: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^parallelism\.cp_gather: got 'latents', .*{message}"):
-        check_gather("latents", tiny(family), TPSettings(plan), degree)
-    check_gather("kv", tiny(family), TPSettings(plan), degree)
-    check_gather("latents", tiny(), TPSettings("vanilla" if degree == 1 else "btp"), degree)
-
-
-def test_ranks_share_out_the_lanes() -> None:
-    args = tiny("full", lanes=4)
-    for degree in (1, 2, 4):
-        assert resolve_settings(TPSettings(), args, degree, 16).plan == "caat"
-    few = tiny("full", lanes=2)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_degree: got 4, .*caat\.lanes = 2"):
-        resolve_settings(TPSettings(), few, 4, 16)
-
-
-@pytest.mark.parametrize(
-    ("changes", "plan", "width"),
-    [
-        ({"n_heads": 2, "n_kv_heads": 2}, "btp", "n_heads"),
-        ({"ffn_dim": 90}, "btp", "ffn_dim"),
-        ({"vocab_size": 65}, "btp", "vocab_size"),
-        ({"rank_ffn": 18}, "vanilla_replicated", "rank_ffn"),
-    ],
-)
-def test_widths_that_do_not_divide_are_refused(
-    changes: dict[str, Any], plan: Any, width: str
-) -> None:
-    settings = TPSettings(plan)
-    with pytest.raises(ConfigError, match=rf"tensor_parallel_degree: got 4.*{width} = "):
-        resolve_settings(settings, tiny(**changes), 4, 16)
-    assert resolve_settings(settings, tiny(**changes), 1, 16) == settings
+        check_gather("latents", tiny_args(family), TPSettings(plan), degree)
+    check_gather("kv", tiny_args(family), TPSettings(plan), degree)
+    whole = TPSettings("vanilla" if degree == 1 else "btp")
+    check_gather("latents", tiny_args("cola"), whole, degree)
 
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    [
-        ("svd", "btp"),
-        ("lax", "btp"),
-        ("cola", "vanilla"),
-        ("lax", "vanilla_replicated"),
-        ("full", "megatron"),
-        ("full", "caat"),
-    ],
+    [("svd", "btp"), ("lax", "vanilla_replicated"), ("full", "megatron"), ("full", "caat")],
 )
-def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: Any) -> None:
+def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: str) -> None:
     with torch.device("meta"):
-        model = LlamaModel(tiny(family, lanes=4 if "caat" in plan else 1))
+        model = LlamaModel(tiny_args(family, **(LANES if plan == "caat" else {})))
     model.tok_embeddings = None  # a later pipeline stage
     del model.layers["0"]
-    placed = set()
-    for path, style in build_tp_plan(model, TPSettings(plan)).items():
-        assert isinstance(style, EdgeParallel)
-        module: nn.Module = model.get_submodule(path.replace("*", "1"))
-        assert all(isinstance(module.get_submodule(edge), nn.Module) for edge in style.edges)
-        placed |= {f"{path.replace('*', '1')}.{name}" for name in style.placements}
-    wanted = {name for name, _ in model.named_parameters()}
-    gates = {name for name in placed if name.endswith(".gate")}
-    assert placed - gates == wanted
-    assert "tok_embeddings.weight" not in placed
+    with fake_ranks(2) as mesh:
+        assert mesh is not None
+        apply_tensor_parallel(model, mesh, TPSettings(plan))
+    halved = set()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        if 2 * parameter.to_local().numel() == parameter.numel():
+            halved.add(name)
+    norms = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")}
+    assert halved == set(dict(model.named_parameters())) - (set() if plan == "btp" else norms)
+    assert {type(m.plan) for m in model.modules() if isinstance(m, Planned)} == {PLANS[plan]}

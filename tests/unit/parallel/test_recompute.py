@@ -1,13 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A saved result by itself: backward finds it, and does not compute it again."""
+"""What checkpointing keeps and repeats, and which blocks it wraps."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
+from tests.unit.tiny import build_tiny
 from torchtitan_lr.config.schema import AC_MODES
-from torchtitan_lr.models.kept import keep
-from torchtitan_lr.parallel.recompute import EAGER_MODES, Recomputation
+from torchtitan_lr.models.recomputation import Recomputation, keep
+from torchtitan_lr.parallel.recompute import EAGER_MODES, apply_activation_checkpoint
+from torchtitan_lr.titan.base import ActivationCheckpoint
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -91,3 +96,26 @@ def test_a_change_in_place_is_refused() -> None:
 
 def test_every_mode_has_its_name_in_the_schema() -> None:
     assert sorted((*EAGER_MODES, "memory_budget")) == sorted(AC_MODES)
+
+
+EVERY_SECOND = SimpleNamespace(
+    activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    compile=SimpleNamespace(enable=False, components=[]),
+    job=SimpleNamespace(dump_folder=""),
+)
+
+
+def wrapped(model):
+    return [name for name, block in model.layers.items() if isinstance(block, CheckpointWrapper)]
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"), [("0123", ["1", "3"]), ("123", ["1", "3"]), ("23", ["3"])]
+)
+def test_a_stage_wraps_the_blocks_that_the_whole_model_wraps(held, expected):
+    for _ in range(2):  # whatever this process has built before
+        model = build_tiny("cola", n_layers=4)
+        for name in set("0123") - set(held):
+            del model.layers[name]
+        apply_activation_checkpoint(model, EVERY_SECOND)
+        assert wrapped(model) == expected

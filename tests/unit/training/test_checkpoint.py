@@ -1,4 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Saves and loads of one process: kills, damage, going back, full disks, spoilt weights."""
+
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 
@@ -18,18 +21,21 @@ from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-class Killed(Exception):
-    """Stands where a kill would strike."""
-
-
-def manager(tmp_path: Path, cls: type[Any], keep: int = 10, mode: str = "disabled") -> Any:
+def manager(
+    folder: Path,
+    steps: int = 0,
+    keep: int = 10,
+    mode: str = "disabled",
+    cls: type[Any] = CheckpointManager,
+) -> Any:
+    """A manager of a model alone, that has saved some steps."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     config = config_class()()
@@ -38,39 +44,33 @@ def manager(tmp_path: Path, cls: type[Any], keep: int = 10, mode: str = "disable
     config.checkpoint.keep_latest_k = keep
     config.checkpoint.async_mode = mode
     config.optimizer.implementation = "for-loop"
-    optimizers = build_optimizers([model], config.optimizer, None)
-    return cls(
+    checkpoints = cls(
         dataloader=None,
         model_parts=[model],
-        optimizers=optimizers,
+        optimizers=build_optimizers([model], config.optimizer, None),
         lr_schedulers=None,
         states={},
         checkpoint_config=config.checkpoint,
         sd_adapter=None,
-        base_folder=str(tmp_path),
+        base_folder=str(folder),
     )
-
-
-def save_and_die_before_metadata(checkpoints: Any, step: int, monkeypatch: Any) -> None:
-    from torch.distributed.checkpoint import FileSystemWriter
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        raise Killed
-
-    failed = pytest.raises((CheckpointException, RunFailedError), match="Killed")
-    with monkeypatch.context() as patch, failed:
-        patch.setattr(FileSystemWriter, "finish", die)
+    checkpoints.states = {"model": checkpoints.states["model"]}
+    for step in range(1, steps + 1):
         checkpoints.save(step)
+    return checkpoints
 
 
-@pytest.mark.usefixtures("process_group")
+def folders(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+
+
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize(("how", "room"), [("save", 50_000), ("save_interrupted", 100)])
 def test_a_checkpoint_that_cannot_be_written_is_one_line(
     mode: str, how: str, room: int, tmp_path: Path
 ) -> None:
-    checkpoints = manager(tmp_path, CheckpointManager, mode=mode)
-    checkpoints.states = {"model": checkpoints.states["model"], "large": torch.zeros(50_000)}
+    checkpoints = manager(tmp_path, mode=mode)
+    checkpoints.states |= {"large": torch.zeros(50_000)}
     checkpoints.save(1)
     checkpoints.maybe_wait_for_staging()
     assert checkpoints.newest()
@@ -83,97 +83,69 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
     assert complete_steps(checkpoints.folder) == [1]
 
 
-@pytest.mark.usefixtures("process_group")
+class Killed(Exception):
+    """Stands where a kill would strike."""
+
+
 @pytest.mark.parametrize(("cls", "trusted"), [(CheckpointManager, 1), (TitanCheckpointManager, 2)])
 def test_dying_while_a_step_is_saved_again_leaves_nothing_to_trust(
     cls: type[Any], trusted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchtitan's own manager would resume from the torn folder: step 2 instead of step 1."""
-    checkpoints = manager(tmp_path, cls)
-    checkpoints.states = {"model": checkpoints.states["model"]}
-    checkpoints.save(1)
-    checkpoints.save(2)
-    save_and_die_before_metadata(checkpoints, 2, monkeypatch)
+    checkpoints = manager(tmp_path, 2, cls=cls)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(FileSystemWriter, "finish", die)
+    with pytest.raises((CheckpointException, RunFailedError), match="Killed"):
+        checkpoints.save(2)
     ours = cls is CheckpointManager
     newest = complete_steps(checkpoints.folder)[-1] if ours else checkpoints._find_load_step()
     assert newest == trusted
 
 
-def kept(checkpoints: Any) -> set[str]:
-    checkpoints.close()  # waits for the thread that deletes
-    return {path.name for path in Path(checkpoints.folder).iterdir() if path.name[:5] == "step-"}
-
-
-def torn_folder(tmp_path: Path, step: int) -> None:
-    """What a kill in the middle of a save leaves: data, and no metadata."""
-    folder = tmp_path / f"checkpoint/step-{step}"
-    folder.mkdir()
-    (folder / "__0_0.distcp").write_bytes(b"half")
-
-
-@pytest.mark.usefixtures("process_group")
 def test_a_torn_folder_pushes_no_checkpoint_out(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, CheckpointManager, keep=2)
-    checkpoints.states = {"model": checkpoints.states["model"]}
-    checkpoints.save(1)
-    checkpoints.save(2)
-    torn_folder(tmp_path, 3)
+    checkpoints = manager(tmp_path, 2, keep=2)
+    # What a kill in the middle of a save leaves: data, and no metadata.
+    (tmp_path / "checkpoint/step-3").mkdir()
+    (tmp_path / "checkpoint/step-3/__0_0.distcp").write_bytes(b"half")
     checkpoints.save(4)
-    assert kept(checkpoints) == {"step-2", "step-3", "step-4"}
+    checkpoints.close()  # waits for the thread that deletes
+    assert folders(tmp_path) == ["step-2", "step-3", "step-4"]
 
 
-def model_only(tmp_path: Path, keep: int = 10, steps: int = 0) -> Any:
-    """A manager of the model alone, that has saved some steps."""
-    checkpoints = manager(tmp_path, CheckpointManager, keep=keep)
-    checkpoints.states = {"model": checkpoints.states["model"]}
-    for step in range(1, steps + 1):
-        checkpoints.save(step)
-    return checkpoints
-
-
-def folders(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
-
-
-@pytest.mark.usefixtures("process_group")
 def test_the_next_start_deletes_what_a_kill_left(tmp_path: Path) -> None:
-    model_only(tmp_path, steps=2).close()
+    manager(tmp_path, 2).close()
     for name in ("discarded-1-77", "step-3", "aside-9-0"):
         shutil.copytree(tmp_path / "checkpoint/step-1", tmp_path / "checkpoint" / name)
     for name in (".metadata", "step.json"):
         (tmp_path / "checkpoint/step-3" / name).unlink()  # killed in mid-save
-    checkpoints = model_only(tmp_path)
+    checkpoints = manager(tmp_path)
     assert checkpoints.load()
-    checkpoints.close()  # waits for what is being deleted
+    checkpoints.close()
     assert folders(tmp_path) == ["aside-9-0", "step-1", "step-2"]
 
 
-@pytest.mark.usefixtures("process_group")
 def test_what_a_run_leaves_behind_by_going_back_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
-        checkpoints = model_only(tmp_path, steps=3)
+        checkpoints = manager(tmp_path, 3)
         assert checkpoints.load(1)
         checkpoints.close()
     assert folders(tmp_path) == ["aside-2-0", "aside-2-1", "aside-3-0", "aside-3-1", "step-1"]
 
 
-def flip_a_bit(tmp_path: Path, step: int) -> None:
-    """Change one byte of the model's weights."""
-    shard = tmp_path / f"checkpoint/step-{step}/__0_0.distcp"
+@pytest.mark.parametrize("step", [-1, 4])
+def test_a_flipped_bit_is_refused_and_the_step_before_named(step: int, tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, 4)
+    shard = tmp_path / "checkpoint/step-4/__0_0.distcp"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("step", [-1, 4])
-def test_a_flipped_bit_is_refused_and_the_step_before_named(step: int, tmp_path: Path) -> None:
-    checkpoints = model_only(tmp_path, steps=4)
-    flip_a_bit(tmp_path, 4)
     with pytest.raises(ConfigError) as error:
         checkpoints.load(step)
     line = str(error.value)
-    assert line.startswith(f"checkpoint: got '{tmp_path}/checkpoint/step-4', expected a whole one")
+    assert line.startswith(f"checkpoint: got '{shard.parent}', expected a whole one")
     assert "(__0_0.distcp has another checksum than when it was saved)" in line
     assert "; checkpoint.load_step = 3 goes back to the step before; for a new run" in line
     assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
@@ -181,28 +153,24 @@ def test_a_flipped_bit_is_refused_and_the_step_before_named(step: int, tmp_path:
     assert folders(tmp_path) == ["aside-4-0", "step-1", "step-2", "step-3"]
 
 
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("contents", [".metadata", "model.safetensors.index.json"])
 def test_a_step_without_a_record_is_skipped_and_kept(
     contents: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints = model_only(tmp_path, steps=2)
+    checkpoints = manager(tmp_path, 2)
+    step = tmp_path / "checkpoint/step-2"
+    assert checkpoints.load() and "WARNING" not in caplog.text
+    (step / "step.json").unlink()
+    (step / ".metadata").rename(step / contents)
     assert checkpoints.load()
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    (tmp_path / "checkpoint/step-2/step.json").unlink()
-    (tmp_path / "checkpoint/step-2/.metadata").rename(tmp_path / "checkpoint/step-2" / contents)
-    assert checkpoints.load()
-    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert "step-2 is without step.json: renamed to " in warning.getMessage()
+    assert "step-2 is without step.json: renamed to " in caplog.text
     assert folders(tmp_path) == ["aside-2-0", "step-1"]
 
 
-@pytest.mark.usefixtures("process_group")
 def test_another_models_weights_start_no_run(tmp_path: Path) -> None:
-    source = model_only(tmp_path / "source")
+    source, checkpoints = manager(tmp_path / "source"), manager(tmp_path / "run")
     source.identity = {"model": {"model.name": "llama_cola"}}
     source.save(1)
-    checkpoints = model_only(tmp_path / "run")
     checkpoints.identity = {"model": {"model.name": "llama_svd"}}
     checkpoints._section.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
     with pytest.raises(ConfigError, match=r"^model\.name: got 'llama_svd', expected 'llama_cola' "):
@@ -211,18 +179,14 @@ def test_another_models_weights_start_no_run(tmp_path: Path) -> None:
     assert checkpoints.load()
 
 
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("ruin", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("ruin", [float("nan"), 1e30])
 def test_ruined_weights_are_no_good_checkpoint(ruin: float, tmp_path: Path) -> None:
-    checkpoints = model_only(tmp_path, steps=2)
-    assert (
-        checkpoints.newest(finite=True) == checkpoints.newest() == f"{tmp_path}/checkpoint/step-2"
-    )
+    checkpoints = manager(tmp_path, 2)
+    assert checkpoints.newest() == f"{tmp_path}/checkpoint/step-2"
     with torch.no_grad():
         checkpoints.states["model"].model[0].weight[1, 2] = ruin
     checkpoints.save(3)
-    assert checkpoints.newest() == f"{tmp_path}/checkpoint/step-3"
-    assert checkpoints.newest(finite=True) == f"{tmp_path}/checkpoint/step-2"
+    assert checkpoints.newest() == f"{tmp_path}/checkpoint/step-2"
     with pytest.raises(ConfigError, match=r"finite weights; checkpoint.load_step = 2 goes back"):
         checkpoints.load(3)
     assert checkpoints.load() and folders(tmp_path) == ["aside-3-0", "step-1", "step-2"]

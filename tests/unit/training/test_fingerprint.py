@@ -12,8 +12,7 @@ import pytest
 
 from tests.commands import ROOT
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.checkpoints.record import Record
-from torchtitan_lr.checkpoints.resume import Start, check_start
+from torchtitan_lr.checkpoints.record import Record, Start, check_start
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel

@@ -11,9 +11,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.tiny_trainer import microbatches, tiny_trainer
-from torchtitan_lr.compression import codecs
+from torchtitan_lr.compression import sketch
 from torchtitan_lr.compression.units import compressors_of
-from torchtitan_lr.optim.tsr.container import TSROptimizers
 
 LISTS = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
@@ -88,8 +87,8 @@ def step(trainer, times=1.0, seed=0, batches=None):
 def counted(trainer, names=READS):
     """The reads and the all-reduces of a third step."""
     host = []
-    if isinstance(trainer.optimizers, TSROptimizers):
-        host = [number for part in trainer.optimizers for number in part.counters]
+    if tsr := getattr(trainer.optimizers, "gradients", None):
+        host = [tsr.steps, *(stack.refresh_counts for stack in tsr.stacks)]
     reads = Reads(host, names)
     batches = (batch for seed in count() for batch in microbatches(seed, valid=(16,)))
     for _ in range(2):
@@ -102,7 +101,7 @@ def counted(trainer, names=READS):
 @pytest.mark.parametrize(("options", "ranks"), RUNS.values(), ids=RUNS)
 def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatch):
     # As on a GPU; on a CPU peeling stops when nothing is left.
-    monkeypatch.setattr(codecs, "peel_remaining", codecs.peel)
+    monkeypatch.setattr(sketch, "HOSTS", ())
     # Messages of the second rank get lost, so that values are anything.
     limit = ["--training.max_skipped_steps=9"]
     with tiny_trainer(tmp_path, *OPTIONS, *limit, *options, ranks=ranks, exact=False) as trainer:
@@ -117,7 +116,7 @@ def test_a_signal_stops_after_the_very_step_it_arrived_in(tmp_path):
     with tiny_trainer(tmp_path, *OPTIONS) as trainer:
         step(trainer)
         trainer.model_parts[0].register_forward_hook(
-            lambda *_: setattr(trainer._stop, "name", "SIGTERM")
+            lambda *_: setattr(trainer.stop, "name", "SIGTERM")
         )
         assert trainer.stopped_by is None
         step(trainer)

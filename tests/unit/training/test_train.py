@@ -6,19 +6,18 @@ import json
 import math
 import re
 import time
-from functools import partial
-from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.support.corpora import write_corpus
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
-from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.costs import step_traffic
 from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.verdict import NonFiniteError, Verdict
 
 LR, EPS, DECAY = 1e-2, 1e-3, 0.1
@@ -89,15 +88,15 @@ def assert_equal(tensors, expected):
         torch.testing.assert_close(tensor, expected[name], rtol=EXACT, atol=EXACT * EPS, msg=name)
 
 
-def test_a_formula_that_fails_takes_no_summary(trainer, tmp_path, caplog):
+def test_a_formula_that_fails_takes_no_summary(trainer, tmp_path, monkeypatch, caplog):
     """The run is trained and saved, and an outside optimizer's cost may raise anything."""
     step(trainer, microbatches())
 
-    def fail():
+    def fail(*_):
         raise ZeroDivisionError("of a cost")
 
-    trainer.more_summary = fail
-    trainer.write_summary(None)
+    monkeypatch.setattr(step_traffic, "sent_per_step", fail)
+    trainer.metrics_processor.write_summary(1, None)
     (line,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
     assert line.endswith(": ZeroDivisionError: of a cost")
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
@@ -186,27 +185,12 @@ def test_a_batch_without_labels_is_named(trainer, caplog):
         step(trainer, nothing)
 
 
-def test_a_step_whose_data_have_ended_is_left_out(trainer):
-    """What was read ahead counts with its step alone."""
-    data = [batch for seed in range(3) for batch in microbatches(seed)][:-1]
-    batches = iter(data)
-    for tokens in (48, 96):
-        trainer.step += 1
-        trainer.train_step(batches)
-        assert trainer.ntokens_seen == trainer.dataloader.position * 8 == tokens
-    before = parameters(trainer.model_parts[0])
-    with pytest.raises(DataloaderExhaustedError):
-        trainer.train_step(batches)
-    assert_equal(parameters(trainer.model_parts[0]), before)
-    assert trainer.ntokens_seen == trainer.dataloader.position * 8 == 96
-
-
 def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, monkeypatch):
     options = [*RECIPE, "--checkpoint.enable", "--checkpoint.interval=2"]
 
     def train(trainer, until, ahead=0):
         """Return the labels of each step."""
-        found, reader = [], trainer.running_step.reader
+        found, reader = [], trainer.reader
         real = reader.take
 
         def take(*args):
@@ -228,7 +212,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
     assert len(set(map(str, expected))) == 4
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert train(trainer, 2) == expected[:2]
-        read = trainer.running_step.reader._next.microbatches
+        read = trainer.reader._next.microbatches
         assert [labels.tolist() for _, labels in read] == expected[2]
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert trainer.checkpointer.load()
@@ -258,7 +242,7 @@ def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer):
     for _ in range(4):
         trainer.step += 1
         trainer.train_step(batches)
-        losses.append(trainer.running_step.loss)
+        losses.append(trainer.loss)
     found = {record["step"]: record["interval_loss"] for record in history(trainer)}
     values = [loss.item() for loss in losses]
     # The first step, every third one and the last.
@@ -289,9 +273,9 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
         trainer.step += 1
         trainer.train_step(batches)
         passes(1000)  # a validation and a save
-    # The first window began before the clock was changed. The second has two steps, the first of
-    # them not logged. Each has three micro-batches of 16 tokens, computed in 1 s each, loads three
-    # of the next step in 2 s each, and waits 1 s for the device.
+    # The second window has two steps, the first of them not logged. Each has three micro-batches of
+    # 16 tokens, computed in 1 s each, loads three of the next step in 2 s each, and waits 1 s for
+    # the device.
     _, record = history(trainer)
     assert record["time_metrics/end_to_end(s)"] == 10
     assert record["throughput/tokens_per_s_per_device"] == pytest.approx(48 / 10, rel=EXACT)
@@ -299,15 +283,37 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
 
 
 def test_validation_by_hand(tmp_path):
-    """The model's own validation, of sequences packed and summed by hand."""
-    options = ["--validation.enable", "--validation.dataset=python_stdlib", "--validation.steps=2"]
-    options += ["--validation.seq_len=8", "--validation.local_batch_size=3"]
+    """Seven sequences in batches of two: the last one is half empty."""
+    texts = [f"{n} * {n} = {n * n}" for n in range(7)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    options = ["--validation.enable", "--validation.dataset=local", "--validation.steps=-1"]
+    options += [f"--validation.dataset_path={tmp_path}/a.jsonl"]
+    options += ["--validation.seq_len=8", "--validation.local_batch_size=2"]
     with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
-        trainer.validator.validate(trainer.model_parts, 1)
-        tokenizer = build_tokenizer(trainer.job_config)
-        encode = partial(tokenizer.encode, add_bos=False, add_eos=False)
-        begin, end = tokenizer.bos_id, tokenizer.eos_id
-        held_out = islice(Reader(Source("python_stdlib")).texts(held_out=True), 2)
-        sequences = windows([[begin, *encode(text), end] for text in held_out], 8)[:6]
-        expected = sequence_losses(on_cpu(trainer.model_parts[0]), sequences).mean().item()
-        assert trainer.validator.last_loss == pytest.approx(expected, rel=EXACT)
+        (model,) = trainer.model_parts
+        encode = build_tokenizer(trainer.job_config).encode
+        sequences = windows([encode(text, add_bos=True, add_eos=True) for text in texts], 8)
+        assert len(sequences) % 2 == 1
+        trainer.validator.validate([model], 3)
+        (record,) = history(trainer)
+        losses = sequence_losses(on_cpu(model), sequences)
+    found = {name.partition("/")[2]: value for name, value in record.items()}
+    mean = losses.mean().item()
+    assert found["loss"] == trainer.validator.last_loss == pytest.approx(mean, rel=EXACT)
+    assert found["perplexity"] == pytest.approx(math.exp(mean), rel=EXACT)
+    assert found["tokens"] == losses.numel() and model.training
+    # The control: the mean of the batches' means is another number.
+    assert abs(torch.stack([b.mean() for b in losses.split(2)]).mean() / mean - 1) > 1e-6
+
+
+def test_a_validation_set_without_a_label_is_refused_in_one_line(tmp_path):
+    """Of pairs whose answers lie behind the sequence length, say."""
+    masks = [[[1] * 90], [[0] * 9] * 3]
+    write_corpus(tmp_path / "corpus", [[[1] * 90]], [[[2] * 9] * 3], masks=masks)
+    options = ["--training.dataset=prepared", f"--training.dataset_path={tmp_path}/corpus"]
+    options += ["--validation.enable", "--validation.steps=-1", "--validation.seq_len=8"]
+    options.append("--validation.local_batch_size=1")
+    refused = pytest.raises(ConfigError, match=r"^validation.dataset: got .* is ignored")
+    with tiny_trainer(tmp_path, *RECIPE, *options) as trainer, refused:
+        trainer.validator.validate(trainer.model_parts, 3)

@@ -4,34 +4,31 @@ import math
 import pytest
 import torch
 
-from torchtitan_lr.training.verdict import Findings, Verdict
+from torchtitan_lr.training.verdict import decide
+
+NOWHERE = torch.tensor(math.inf)
 
 
 @pytest.mark.parametrize(
-    ("loss", "square", "stop", "findings"),
+    ("loss", "square", "stop", "norm"),
     [
-        (1.5, 9.0, False, Findings(False, 3.0, 0, False, True)),
-        (1.5, 9.0, True, Findings(False, 3.0, 0, True, True)),
-        (math.nan, 9.0, False, Findings(True, 3.0, 1, False, False)),
-        (math.inf, 9.0, True, Findings(True, 3.0, 1, True, False)),
-        (1.5, math.inf, False, Findings(True, math.inf, 0, False, True)),
-        (1.5, 1e38, False, Findings(False, 1e19, 0, False, True)),
-        (1.5, 1e40, False, Findings(True, 1e20, 0, False, True)),  # fp32 cannot hold the square
+        (1.5, 9.0, False, 3.0),
+        (1.5, 9.0, True, 3.0),
+        (math.nan, 9.0, False, 3.0),
+        (math.inf, 9.0, True, 3.0),
+        (1.5, math.inf, False, math.inf),
+        (1.5, 1e38, False, 1e19),
+        (1.5, 1e40, False, 1e20),  # fp32 cannot hold the square
     ],
 )
 def test_one_process_agrees_with_itself(
-    loss: float, square: float, stop: bool, findings: Findings
+    loss: float, square: float, stop: bool, norm: float
 ) -> None:
-    share = torch.tensor(square, dtype=torch.float64)
-    verdict = Verdict.all_reduced(torch.tensor(loss), share, stop)
-    assert verdict.read() == findings
-    bad = not math.isfinite(loss) or square > 3.4e38
-    assert findings.rejected is bad
-    assert verdict.rejected.item() == float(bad) and verdict.rejected.dtype == torch.float32
-    assert verdict.norm.item() == findings.norm
-
-
-def test_counts_are_summed_exactly_with_the_verdict() -> None:
-    counts = (float(2**53), 0.0, 1.0)
-    verdict = Verdict.all_reduced(torch.tensor(1.5), torch.tensor(9.0), False, counts)
-    assert verdict.read() == Findings(False, 3.0, 0, False, True, counts)
+    share, counts = torch.tensor(square, dtype=torch.float64), (float(2**53), 0.0, 1.0)
+    verdict = decide(torch.tensor(loss), share, stop, counts, NOWHERE)
+    found, finite = verdict.read(), math.isfinite(loss)
+    assert found.rejected is (not finite or square > 3.4e38)
+    assert (found.norm, found.stop, found.next_counts) == (norm, stop, counts)
+    assert (found.bad_ranks, found.loss_is_finite) == (not finite, finite)
+    assert verdict.rejected.item() == float(found.rejected)
+    assert verdict.rejected.dtype == torch.float32 and verdict.norm.item() == norm

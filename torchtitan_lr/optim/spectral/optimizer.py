@@ -1,48 +1,39 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Muon, Spectron and LoRA-Muon as a torch optimizer, on plain tensors and on shards.
 
-A step has five parts:
+In one process a step of a matrix W (m, n) is that of Muon (Jordan et al., 2024):
 
-1. M ← βM + (1 − β)G, and N = βM + (1 − β)G in Nesterov's form, else N = M
-2. the Gram matrix of each N, from a rank's own columns (`SpectralOptimizer._terms`)
-3. their sum over the ranks that hold other columns
-4. Q of each matrix, by its rule (`rules`): products of (r, r) alone
-5. W ← (1 − ηλ) W − η Q N on a rank's own columns (`SpectralOptimizer._update`)
+    M ← βM + (1 − β)G            N = βM + (1 − β)G in Nesterov's form, else N = M
+    Q ← (N Nᵀ)^(-1/2), or what the rule makes of N Nᵀ (`rules`): products of (r, r) alone
+    W ← (1 − ηλ) W − η Q N
 
-N ranks that hold parts of the same matrices share the work of (4): each gets the sums of an equal
-number of linears (reduce-scatter), and all get their Q (all-gather), which are as many bytes as one
-all-reduce of the sums. Fewer than N linears are left over: every rank computes Q of these.
+`SpectralOptimizer.update` has these lines for all matrices. A matrix is seen as (r, n): r is the
+rank of a factor, or the shorter side of another matrix, and a factor B (d_out, r) is transposed.
+Ranks that split n have terms of N Nᵀ, and sum them. Ranks that split r gather N before, and the
+weight if the rule needs its Gram matrix (`GramGroups.gather_rows`). If they do not split n, each
+then has N Nᵀ without a sum.
 
-A matrix is seen as (r, n): r is the rank of a factor, or the shorter side of another matrix, and a
-factor B (d_out, r) is transposed. Where ranks split r, they gather N before (2), and the weight if
-the rule needs its Gram matrix (`GramGroups.gather_rows`). If they do not split n, each then has the
-Gram matrix without a sum.
+The ranks that hold parts of the same matrices share the work on Q (`Share`): each gets the sums of
+an equal number of linears (reduce-scatter), and all get their Q (all-gather), which are as many
+bytes as one all-reduce of the sums. Fewer linears than ranks are left over: every rank computes Q
+of these.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
 from torchtitan_lr.compat.linalg import between
 from torchtitan_lr.numerics import exact_products, rounded_once
-from torchtitan_lr.optim.buckets import split_buckets
-from torchtitan_lr.optim.resume import copy_state
+from torchtitan_lr.optim.base import OwnOptimizer, split_buckets
 from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
-from torchtitan_lr.optim.spectral.layout import (
-    GramGroups,
-    GramLayout,
-    Share,
-    Split,
-    View,
-    batches,
-)
+from torchtitan_lr.optim.spectral.layout import GramGroups, Share, View, batches
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
 
 LAUNCH_ELEMENTS = 2**24
@@ -50,20 +41,16 @@ LAUNCH_ELEMENTS = 2**24
 
 
 class SpectralWeight(View):
-    """A matrix W with its state.
-
-    Attributes:
-        hyper: Its group: ``lr`` and ``weight_decay``, ``momentum`` and ``nesterov``.
-        momentum: M, this rank's part, in fp32 or wider.
-        u: The estimated left singular vector of W (r,), for rules that need the norm of W.
-    """
+    """A matrix W with its state."""
 
     def __init__(self, parameter: Tensor, row_dim: int, hyper: dict[str, Any], rule: Rule) -> None:
         super().__init__(parameter, row_dim)
+        # Its group: ``lr`` and ``weight_decay``, ``momentum`` and ``nesterov``.
         self.hyper, self.rule = hyper, rule
         weight = local_part(parameter).detach()
-        self.momentum = torch.zeros_like(weight, dtype=self.dtype)
-        # A vector of ones may be orthogonal to the singular vector.
+        self.momentum = torch.zeros_like(weight, dtype=self.dtype)  # M, this rank's part
+        # The estimated left singular vector of W (r,), for rules that need the norm of W. A vector
+        # of ones may be orthogonal to it.
         drawn = torch.randn(self.r, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         self.u = (drawn / drawn.norm()).to(weight.device, self.dtype) if rule.weight_norms else None
 
@@ -75,7 +62,7 @@ class SpectralWeight(View):
             state["u"] = wrap_like(self.parameter, self.u, (self.r,), {})
         return state
 
-    def gradient(self, rejected: Tensor | None) -> Tensor:
+    def gradient(self, rejected: Tensor) -> Tensor:
         """Return this rank's part of the gradient, in M's dtype; zero if there is none.
 
         Of a rejected step (a scalar on the device) return M: it then stays as it is, and N finite.
@@ -83,66 +70,29 @@ class SpectralWeight(View):
         gradient = self.parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(self.parameter)
-        G = local_part(gradient)
-        return G.to(self.dtype) if rejected is None else torch.where(rejected, self.momentum, G)
+        return torch.where(rejected, self.momentum, local_part(gradient))
 
 
 Linear = tuple[SpectralWeight, ...]
 """(A, B), or one matrix where the rule takes each alone."""
 
-
-class Kind(NamedTuple):
-    """What linears have in common of which ranks can take equal numbers."""
-
-    split: Split | None
-    """Their ranks; None for linears of which every rank computes Q."""
-    equal: bool
-    """Whether each of these ranks has the Gram matrices without a sum."""
-    dtype: torch.dtype
-    r: int
-
-    @classmethod
-    def of(cls, linear: Linear) -> "Kind":
-        """Read the kind of a linear. Ranks can share it if they split its matrices alike."""
-        ways = {matrix.layout.split_of_work for matrix in linear}
-        split, equal = ways.pop() if len(ways) == 1 else (None, True)
-        return cls(split, equal, linear[0].dtype, linear[0].r)
+Vectors = Mapping[SpectralWeight, Tensor]
+"""A vector of each matrix: what the rule needs, or Q's upper triangle with the next u behind it."""
 
 
-class Found(NamedTuple):
-    """The directions of matrices of one r and dtype."""
-
-    matrices: Sequence[SpectralWeight]
-    Q: Tensor
-    """(b, r, r)."""
-    u: Tensor | None
-    """Their next u (b, r), of a rule that needs it."""
-
-
-class SpectralOptimizer(Optimizer):
+class SpectralOptimizer(OwnOptimizer):
     """Muon, Spectron or LoRA-Muon for the matrices of a model; it takes nothing else.
 
     It works with any module, in one process, under DDP, or on DTensors, FSDP2's for example:
 
-    >>> from torch import nn
-    >>> _ = torch.manual_seed(0)
-    >>> model = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 8, bias=False))
-    >>> x, target = torch.randn(64, 16), torch.randn(64, 8)
-    >>> A, B = model.parameters()
-    >>> optimizer = SpectralOptimizer([A, B], "Spectron", pairs=[(A, B)], lr=0.05)
-    >>> losses = []
-    >>> for _ in range(60):
-    ...     loss = nn.functional.mse_loss(model(x), target)
-    ...     loss.backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-    ...     losses.append(loss.item())
-    >>> losses[-1] < 0.8 * losses[0]
-    True
+    >>> A, B = (torch.nn.Linear(n, m, bias=False) for n, m in ((16, 4), (4, 8)))
+    >>> pairs = [(A.weight, B.weight)]
+    >>> optimizer = SpectralOptimizer([A.weight, B.weight], "Spectron", pairs, lr=0.05)
+    >>> B(A(torch.ones(1, 16))).square().sum().backward()
+    >>> optimizer.step()
 
-    Gradients must be summed over the data-parallel ranks, as DDP and FSDP2 do. All state is
-    allocated in the constructor, in fp32 or wider. Embedding, head and vectors need another
-    optimizer, such as AdamW.
+    Gradients must be summed over the data-parallel ranks, as DDP and FSDP2 do. Embedding, head and
+    vectors need another optimizer, such as AdamW.
 
     Args:
         params: Matrices, named ones or not, or groups of them as torch has them.
@@ -150,16 +100,7 @@ class SpectralOptimizer(Optimizer):
         pairs: A (r, d_in) and B (d_out, r) of every linear B A. Only Muon takes matrices that are
             in no pair.
         lr: η, with the decay λ, the momentum β, and whether N looks ahead (``nesterov``).
-
-    Attributes:
-        matrices: All matrices.
-        groups: The process groups of the messages.
-        found_inf: 1 if the next step is rejected, else 0; an fp32 scalar on the device, equal on
-            all ranks. None if every step counts.
     """
-
-    found_inf: Tensor | None = None
-    takes_verdict = True
 
     def __init__(
         self,
@@ -172,37 +113,19 @@ class SpectralOptimizer(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = False,
     ) -> None:
-        if rule not in RULES:
-            raise ValueError(f"rule is {rule!r}, not one of {', '.join(RULES)}")
-        self.rule = RULES[rule]
+        self.rule, pairs = RULES[rule], list(pairs)
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"momentum": momentum, "nesterov": nesterov})
+        sides = {A: 0 for A, _ in pairs} | {B: 1 for _, B in pairs}  # the dimension along r
         found: dict[Tensor, SpectralWeight] = {}
-        pairs = list(pairs)
-        sides: dict[Tensor, int] = {}  # the dimension along r
-        for A, B in pairs:
-            sides[A], sides[B] = 0, 1
-        if len(sides) < 2 * len(pairs):
-            raise ValueError("a factor is in one pair")
         for group in self.param_groups:
-            least = min(group["lr"], group["weight_decay"], group["momentum"])
-            if least < 0 or group["momentum"] >= 1:
-                given = ", ".join(f"{key} {group[key]}" for key in (*defaults, "momentum"))
-                raise ValueError(
-                    f"a rate and a decay are at least 0, a momentum in [0, 1), not {given}"
-                )
             for parameter in group["params"]:
-                if parameter.dim() != 2:
-                    raise ValueError(f"{rule} takes matrices, not {tuple(parameter.shape)}")
                 if parameter not in sides and self.rule.pairs_only:
                     raise ValueError(f"{rule} takes pairs of factors only")
                 row_dim = sides.get(parameter, short_side(parameter))
                 found[parameter] = SpectralWeight(parameter, row_dim, group, self.rule)
-        for A, B in pairs:
-            if A not in found or B not in found or len(A) != B.shape[1]:
-                raise ValueError("a pair is A (r, d_in) and B (d_out, r), both among the params")
         self.matrices = list(found.values())
-        self.groups = GramGroups(matrix.layout for matrix in self.matrices)
+        self.groups = GramGroups(self.matrices)
         linears: list[Linear] = [(matrix,) for matrix in self.matrices]
         if self.rule.pairs_only:
             linears = [(found[A], found[B]) for A, B in pairs]
@@ -210,67 +133,51 @@ class SpectralOptimizer(Optimizer):
         for parameter, matrix in found.items():
             self.state[parameter] = matrix.state()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse matrices after the constructor: state and messages of all are made together."""
-        if self.state:  # the constructor has made all of it
-            raise ValueError("matrices cannot be added; build another optimizer of all of them")
-        super().add_param_group(param_group)
-
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups of its messages by the names of their mesh dimensions."""
         return self.groups.by_name()
 
     def _share_out(self, linears: Iterable[Linear]) -> None:
         """Divide linears into shares of the ranks that hold parts of them, and those left over."""
-        by_kind: dict[Kind, list[Linear]] = defaultdict(list)
+        # Ranks can take equal numbers of linears of one r and dtype that they split alike.
+        alike: dict[Any, list[Linear]] = defaultdict(list)
         for linear in linears:
-            by_kind[Kind.of(linear)].append(linear)
-        self._left: list[Linear] = []  # of these every rank computes Q
+            ways = {(m.columns or m.rows, m.columns is None) for m in linear}
+            split, equal = ways.pop() if len(ways) == 1 else (None, True)
+            alike[split, equal, linear[0].dtype, linear[0].r].append(linear)
+        self._left: list[Linear] = []
         by_message: dict[Any, list[list[Linear]]] = {}  # each rank's linears
-        for kind, alike in by_kind.items():
-            ranks = 1 if kind.split is None else self.groups.by_split[kind.split].size()
-            each = len(alike) // ranks if ranks > 1 else 0
-            self._left += alike[ranks * each :]
+        for (split, equal, dtype, _), same in alike.items():
+            ranks = 1 if split is None else self.groups.by_split[split].size()
+            each = len(same) // ranks if ranks > 1 else 0
+            self._left += same[ranks * each :]
             if each:
-                of_ranks = by_message.setdefault(kind[:3], [[] for _ in range(ranks)])
+                of_ranks = by_message.setdefault((split, equal, dtype), [[] for _ in range(ranks)])
                 for rank, own in enumerate(of_ranks):
-                    own += alike[rank * each : (rank + 1) * each]
+                    own += same[rank * each : (rank + 1) * each]
         self._shares: list[tuple[list[Linear], Share[SpectralWeight]]] = []
         for (split, equal, _), of_ranks in by_message.items():
             group = self.groups.by_split[split]
             matrices = [list(chain(*own)) for own in of_ranks]
             self._shares.append((of_ranks[group.rank()], Share(group, matrices, equal)))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all matrices; return the closure's loss, None without a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        rejected = None if self.found_inf is None else self.found_inf > 0
+    def update(self, rejected: Tensor) -> None:
+        """Update all matrices, unless the step is rejected."""
         with exact_products():
-            momenta = self._whole_rows(self._accumulate(rejected))  # N, (r, n)
-            terms = self._terms(momenta)
-            for found in chain(self._of_left(terms), self._of_shares(terms)):
-                self._update(found, momenta, rejected)
-        return loss
+            N = self.groups.gather_rows(self._accumulate(rejected))  # (r, n), a rank's own columns
+            terms = self._terms(N)  # of N Nᵀ, and of what else the rule needs
+            # Every rank computes Q of the linears left over.
+            left = self.groups.sum_terms({m: terms[m] for m in chain(*self._left)})
+            for found in self._directions(self._left, left):
+                self._change(found, N, rejected)
+            # Of the others each rank computes a share of Q.
+            for linears, share in self._shares:
+                own: dict[SpectralWeight, Tensor] = {}
+                for found in self._directions(linears, share.reduce(terms)):
+                    own |= found
+                self._change(share.gather(own), N, rejected)
 
-    def _of_left(self, terms: dict[SpectralWeight, Tensor]) -> Iterator[Found]:
-        """Yield the directions of linears that all ranks compute: an all-reduce of the terms."""
-        left = {matrix: (matrix.layout, terms[matrix]) for matrix in chain(*self._left)}
-        yield from self._directions(self._left, self.groups.sum_terms(left))
-
-    def _of_shares(self, terms: dict[SpectralWeight, Tensor]) -> Iterator[Found]:
-        """Yield the directions of shares: a reduce-scatter of terms, an all-gather of Q and u."""
-        for own, share in self._shares:
-            vectors: dict[SpectralWeight, Tensor] = {}
-            for matrices, Q, u in self._directions(own, share.reduce(terms)):
-                rows = packed(Q) if u is None else torch.cat([packed(Q), u], dim=1)
-                vectors |= zip(matrices, rows, strict=True)
-            yield from _unpacked(share.gather(vectors))
-
-    def _accumulate(self, rejected: Tensor | None) -> dict[SpectralWeight, Tensor]:
+    def _accumulate(self, rejected: Tensor) -> dict[SpectralWeight, Tensor]:
         """Take the gradients into the momenta, and return this rank's part of each N."""
         found: dict[SpectralWeight, Tensor] = {}
         for hyper, matrices in _launches(self.matrices):
@@ -282,17 +189,11 @@ class SpectralOptimizer(Optimizer):
             found |= zip(matrices, N, strict=True)
         return found
 
-    def _whole_rows(self, parts: dict[SpectralWeight, Tensor]) -> dict[SpectralWeight, Tensor]:
-        """Return all r rows of this rank's columns, as (r, n)."""
-        asked = {matrix: (matrix.layout, part, matrix.r) for matrix, part in parts.items()}
-        found = self.groups.gather_rows(asked)
-        return {matrix: matrix.oriented(whole) for matrix, whole in found.items()}
-
-    def _terms(self, momenta: dict[SpectralWeight, Tensor]) -> dict[SpectralWeight, Tensor]:
+    def _terms(self, momenta: Vectors) -> dict[SpectralWeight, Tensor]:
         """Return this rank's term of what the rule needs, in one vector for each matrix."""
-        weights: dict[SpectralWeight, Tensor] = {}
+        weights: Vectors = {}
         if self.rule.weight_grams:
-            weights = self._whole_rows({m: m.exact_part() for m in self.matrices})
+            weights = self.groups.gather_rows({m: m.exact_part() for m in self.matrices})
         steps = self._power_steps() if self.rule.weight_norms else {}
         terms: dict[SpectralWeight, Tensor] = {}
         for matrices in batches(self.matrices):
@@ -310,64 +211,55 @@ class SpectralOptimizer(Optimizer):
 
         Ranks that split r send vectors of n and of r numbers, not W.
         """
-        products: dict[SpectralWeight, tuple[GramLayout, Tensor]] = {}
+        products: dict[SpectralWeight, Tensor] = {}
         for m in self.matrices:
             u = own_part(m.parameter, cast(Tensor, m.u), {m.row_dim: 0})
-            products[m] = m.layout, m.oriented(m.exact_part()).mT @ u
+            products[m] = m.oriented(m.exact_part()).mT @ u
         v = self.groups.sum_terms(products, rows=True)  # Wᵀu (n,)
-        parts: dict[SpectralWeight, tuple[GramLayout, Tensor, int]] = {}
+        parts: dict[SpectralWeight, Tensor] = {}
         for m in self.matrices:
-            Wv = m.oriented(m.exact_part()) @ v[m]
-            parts[m] = m.layout, Wv.unsqueeze(1 - m.row_dim), m.r
+            parts[m] = (m.oriented(m.exact_part()) @ v[m]).unsqueeze(1 - m.row_dim)
         found = self.groups.gather_rows(parts)
         return {m: (Wv.flatten(), v[m].dot(v[m])) for m, Wv in found.items()}
 
-    def _directions(
-        self, linears: Iterable[Linear], sums: dict[SpectralWeight, Tensor]
-    ) -> Iterator[Found]:
-        """Yield the directions of linears by the rule, from what it needs of their matrices."""
+    def _directions(self, linears: Iterable[Linear], sums: Vectors) -> Iterator[Vectors]:
+        """Yield Q's upper triangle, and the next u of a rule that needs it, of matrices."""
         by_first = {linear[0]: linear for linear in linears}
         for batch in batches(by_first):
             sides = list(zip(*(by_first[first] for first in batch), strict=True))  # all A and all B
             needs = []
             for matrices in sides:
-                vectors = torch.stack([sums[matrix] for matrix in matrices])
-                needs.append(self.rule.needs(vectors, batch[0].r))
+                rows = torch.stack([sums[matrix] for matrix in matrices])
+                needs.append(self.rule.needs(rows, batch[0].r))
             directions = self.rule.directions(needs, max(batch[0].parameter.shape))
             for matrices, (Q, u) in zip(sides, directions, strict=True):
-                yield Found(matrices, Q, u)
+                rows = packed(Q) if u is None else torch.cat([packed(Q), u], dim=1)
+                yield dict(zip(matrices, rows, strict=True))
 
-    def _update(
-        self, found: Found, momenta: dict[SpectralWeight, Tensor], rejected: Tensor | None
-    ) -> None:
+    def _change(self, directions: Vectors, momenta: Vectors, rejected: Tensor) -> None:
         """Update this rank's part of matrices, W ← (1 − ηλ) W − η Q N, and their u.
 
         A rejected step (a scalar on the device) changes no bit.
         """
-        matrices, Q, u = found
-        if rejected is not None:
-            Q = Q.masked_fill(rejected, 0.0)
-        Q_of = dict(zip(matrices, Q, strict=True))
-        for hyper, alike in _launches(matrices):
-            lr, dtype = float(hyper["lr"]), alike[0].dtype
-            kept, grown = self.rule.decayed(lr, float(hyper["weight_decay"]))
-            factor: float | Tensor = kept
-            if rejected is not None:
+        for matrices in batches(directions):
+            r = matrices[0].r
+            rows = torch.stack([directions[matrix] for matrix in matrices])  # (b, ...)
+            if self.rule.weight_norms:
+                own = [cast(Tensor, matrix.u) for matrix in matrices]
+                u = torch.where(rejected, torch.stack(own), rows[:, -r:])
+                torch._foreach_copy_(own, list(u.unbind()))
+            Q = unpacked(rows[:, : r * (r + 1) // 2], r).masked_fill(rejected, 0.0)  # (b, r, r)
+            Q_of = dict(zip(matrices, Q, strict=True))
+            for hyper, alike in _launches(matrices):
+                lr, dtype = float(hyper["lr"]), alike[0].dtype
+                kept, grown = self.rule.decayed(lr, float(hyper["weight_decay"]))
                 factor = torch.full_like(rejected, kept, dtype=dtype).masked_fill(rejected, 1.0)
-            with rounded_once([local_part(m.parameter) for m in alike], dtype) as weights:
-                torch._foreach_mul_(weights, factor)
-                for m, weight in zip(alike, weights, strict=True):
-                    # All rows, unless ranks split r.
-                    rows = own_part(m.parameter, Q_of[m], {m.row_dim: 0})
-                    m.oriented(weight).addmm_(rows, momenta[m], alpha=-lr * grown)
-        if u is not None:
-            own = [cast(Tensor, matrix.u) for matrix in matrices]
-            next_u = u if rejected is None else torch.where(rejected, torch.stack(own), u)
-            torch._foreach_copy_(own, next_u.unbind())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
-        copy_state(self, state_dict)
+                with rounded_once([local_part(m.parameter) for m in alike], dtype) as weights:
+                    torch._foreach_mul_(weights, factor)
+                    for m, weight in zip(alike, weights, strict=True):
+                        # All rows, unless ranks split r.
+                        part = own_part(m.parameter, Q_of[m], {m.row_dim: 0})
+                        m.oriented(weight).addmm_(part, momenta[m], alpha=-lr * grown)
 
 
 def short_side(matrix: Tensor) -> int:
@@ -375,7 +267,7 @@ def short_side(matrix: Tensor) -> int:
     m, n = matrix.shape
     if m != n:
         return 0 if m < n else 1
-    return 1 if GramLayout.of(matrix, 0).rows else 0
+    return 1 if View(matrix, 0).rows is not None else 0
 
 
 def _launches(
@@ -387,14 +279,5 @@ def _launches(
         alike[id(matrix.hyper), matrix.dtype].append(matrix)
     for same in alike.values():
         sizes = [matrix.momentum.numel() for matrix in same]
-        for indices in split_buckets(sizes, LAUNCH_ELEMENTS):
-            yield same[0].hyper, [same[index] for index in indices]
-
-
-def _unpacked(vectors: dict[SpectralWeight, Tensor]) -> Iterator[Found]:
-    """Yield matrices with their Q and u, from vectors of the upper triangle of Q, and u."""
-    for matrices in batches(vectors):
-        r = matrices[0].r
-        rows = torch.stack([vectors[matrix] for matrix in matrices])  # (b, ...)
-        triangles, u = rows.split((r * (r + 1) // 2, rows.shape[1] - r * (r + 1) // 2), dim=1)
-        yield Found(matrices, unpacked(triangles, r), u if u.shape[1] else None)
+        for bucket in split_buckets(same, sizes, LAUNCH_ELEMENTS):
+            yield same[0].hyper, bucket

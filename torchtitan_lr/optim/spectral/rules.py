@@ -36,34 +36,22 @@ fp64. Public implementations of the paper's Algorithm 4 add 1e-5 of the Frobeniu
 class Needs(NamedTuple):
     """What a rule needs of b matrices of one r, summed over the ranks."""
 
-    gram: Tensor
-    """N Nᵀ (b, r, r)."""
-    weight_gram: Tensor
-    """W Wᵀ (b, r, r); empty unless the rule needs it."""
-    Wu: Tensor
-    """W Wᵀu (b, r), likewise; u is W's estimated left singular vector."""
-    square: Tensor
-    """|Wᵀu|² (b,), likewise."""
+    gram: Tensor  # N Nᵀ (b, r, r)
+    weight_gram: Tensor  # W Wᵀ (b, r, r); empty unless the rule needs it
+    Wu: Tensor  # W Wᵀu (b, r), likewise; u is W's estimated left singular vector
+    square: Tensor  # |Wᵀu|² (b,), likewise
 
 
-class Directions(NamedTuple):
-    """What a rule makes of the `Needs` of b matrices."""
-
-    Q: Tensor
-    """(b, r, r)."""
-    u: Tensor | None = None
-    """The next u (b, r), of a rule that needs it."""
+Directions = tuple[Tensor, Tensor | None]
+"""Q of b matrices (b, r, r), and the next u (b, r) of a rule that needs it."""
 
 
 class Rule(ABC):
     """A rule, and what it needs."""
 
-    name: ClassVar[str]
-    """The value of ``optimizer.name``."""
-    weight_grams: ClassVar[bool] = False
-    """Whether it needs A Aᵀ and Bᵀ B."""
-    weight_norms: ClassVar[bool] = False
-    """Whether it needs the spectral norms of A and B."""
+    name: ClassVar[str]  # the value of ``optimizer.name``
+    weight_grams: ClassVar[bool] = False  # whether it needs A Aᵀ and Bᵀ B
+    weight_norms: ClassVar[bool] = False  # whether it needs the spectral norms of A and B
 
     @property
     def pairs_only(self) -> bool:
@@ -107,7 +95,7 @@ class Muon(Rule):
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
         """Return Q."""
         (each,) = needs
-        return [Directions(0.2 * longest**0.5 * inverse_root(each.gram))]
+        return [(0.2 * longest**0.5 * inverse_root(each.gram), None)]
 
 
 class Spectron(Rule):
@@ -130,7 +118,7 @@ class Spectron(Rule):
         sigma_B, u_B = spectral_norm(B.Wu, B.square)
         rho = (1 / (sigma_A + sigma_B + 1))[:, None, None]
         Q_A, Q_B = rho * inverse_root(A.gram), rho * inverse_root(B.gram)
-        return [Directions(Q_A, u_A), Directions(Q_B, u_B)]
+        return [(Q_A, u_A), (Q_B, u_B)]
 
 
 class LoRAMuon(Rule):
@@ -159,7 +147,7 @@ class LoRAMuon(Rule):
         rounding = 1 / (floor * A.gram.shape[-1])  # of a whitened Gram matrix, in its trace's units
         Q_A = R_B @ inverse_root(R_B @ A.gram @ R_B, floor=rounding) @ R_B / 2
         Q_B = R_A @ inverse_root(R_A @ B.gram @ R_A, floor=rounding) @ R_A / 2
-        return [Directions(symmetric(Q_A)), Directions(symmetric(Q_B))]
+        return [(symmetric(Q_A), None), (symmetric(Q_B), None)]
 
     def decayed(self, lr: float, weight_decay: float) -> tuple[float, float]:
         """Decay W = B A: with s = √(1 − ηλ), A ← s A + ΔA / s, and B likewise."""

@@ -5,46 +5,30 @@ Factors of a linear are called ``NAME.A.weight`` (r, d_in) and ``NAME.B.weight``
 configuration check calls this before ranks start.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from torchtitan_lr.optim.entries import Updates
 from torchtitan_lr.optim.tsr.selection import EMBEDDING, HEAD
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """Matrices of a model, by name."""
 
-    pairs: tuple[tuple[str, str], ...]
-    """A and B of every linear B A."""
-    dense: tuple[str, ...]
-    """The other matrices."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """All names."""
-        return frozenset(self.dense).union(*self.pairs)
+    pairs: list[tuple[str, str]]  # A and B of every linear B A
+    names: frozenset[str]  # theirs, and those of the other matrices
 
 
 def select_matrices(shapes: Mapping[str, Sequence[int]], updates: Updates) -> Selection:
     """Select, from global shapes by name, all matrices but embedding and head, or the factors."""
-    pairs = factor_pairs(shapes)
-    factors = set(chain.from_iterable(pairs))
-    dense = []
-    if updates != "factors":
-        for name, shape in shapes.items():
-            if len(shape) == 2 and name not in (EMBEDDING, HEAD) and name not in factors:
-                dense.append(name)
-    return Selection(tuple(pairs), tuple(dense))
-
-
-def factor_pairs(names: Collection[str]) -> list[tuple[str, str]]:
-    """Return the names of A and B of every linear B A."""
     pairs = []
-    for name in names:
+    for name in shapes:
         other = f"{name.removesuffix('A.weight')}B.weight"
-        if name.endswith(".A.weight") and other in names:
+        if name.endswith(".A.weight") and other in shapes:
             pairs.append((name, other))
-    return pairs
+    names = set(chain.from_iterable(pairs))
+    if updates != "factors":
+        names.update(name for name, shape in shapes.items() if len(shape) == 2)
+        names -= {EMBEDDING, HEAD}
+    return Selection(pairs, frozenset(names))

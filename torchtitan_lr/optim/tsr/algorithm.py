@@ -7,20 +7,19 @@ the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are t
 
 | line of Algorithm 1 | where |
 |---|---|
-| every K steps: U, Σ, V ← randomized SVD of ΣG | `refresh.find_bases`, `svd.randomized_svd` |
-| moments of the old bases, carried over | `MatrixStack.change_bases` |
+| every K steps: U, Σ, V ← randomized SVD of ΣG | `svd.randomized_svd` |
+| moments of the old bases, carried over | `MatrixStack.refresh` |
 | C ← UᵀGV | `MatrixStack.project` |
-| C ← ΣC over the replicas | `sums.CoreSum` |
-| m, v ← Adam's moments of C; D = m̂/(√v̂ + ε) | `MatrixStack.direction` |
-| W ← (1 − ηλ)W − ηα·UDVᵀ | `MatrixStack.lift` |
+| C ← ΣC over the replicas | `TSRAdam._sum_cores` |
+| m, v ← Adam's moments of C; D = m̂/(√v̂ + ε); W ← (1 − ηλ)W − ηα·UDVᵀ | `MatrixStack.update` |
 
 Every `MatrixStack`, of ``stack.py``, has the equations of matrices that are alike.
 
-A refresh belongs to its step. `TSRAdam.finish_sums` finds the new bases, and `TSRAdam.step` starts
-to use them. If that step is rejected (``found_inf``), the device keeps the old bases and moments.
-The optimizer's counts are on the host: `TSRAdam.settle`, or else the next `TSRAdam.begin`, sets
-them back. So the optimizer's next step has the same number: the same matrices are due, with the
-same random sketch and the new gradient. A run's step number, learning rate and data go on.
+A refresh belongs to its step: `TSRAdam.finish_sums` finds the new bases, `TSRAdam.update` starts to
+use them. If that step is rejected (``found_inf``), the device keeps the old bases and moments. The
+host counts a step once it knows the verdict, in `TSRAdam.settle` or in the next `TSRAdam.begin`. So
+the step after a rejected one has the same number: the same matrices are due, with the same random
+sketch and the new gradient. A run's step number, learning rate and data go on.
 
 One-sided projection (GaLore) omits V: the core is UᵀG (r, n), for a matrix that is wider than tall.
 Tall and square matrices are transposed first, because GaLore projects them on the right.
@@ -31,33 +30,32 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, compress
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.autograd import clean_name
-from torchtitan_lr.compat.dtensor import local_part, shard_dims
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.numerics import scale_
+from torchtitan_lr.optim.base import OwnOptimizer, split_buckets
 from torchtitan_lr.optim.gradients import clip_factor, share_of_square
-from torchtitan_lr.optim.resume import copy_state
-from torchtitan_lr.optim.tsr.dense import DenseParameters
 from torchtitan_lr.optim.tsr.drift import Drift
-from torchtitan_lr.optim.tsr.refresh import find_bases
 from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS, TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.stack import MatrixStack, NewBases, stack_alike, write
-from torchtitan_lr.optim.tsr.sums import (
-    CoreSum,
-    EarlySums,
-    GradientSum,
-    Groups,
-    in_buckets,
+from torchtitan_lr.optim.tsr.stack import (
+    DenseParameters,
+    MatrixStack,
+    Refreshed,
     local_gradient,
+    stack_alike,
+    write,
 )
+from torchtitan_lr.optim.tsr.sums import EarlySums, Groups, Sum, sum_over
 
 
 @dataclass
@@ -69,46 +67,33 @@ class StepState:
     projected: dict[Tensor, None]
     """The other matrices, whose gradients are projected as they arrive, stack after stack: an
     ordered set, whose values are not used."""
-    sums: EarlySums
-    """The sums of cores and dense gradients."""
-    sums_start: bool = False
-    """Whether a gradient that arrives is whole, and may start a sum."""
-    new_bases: list[NewBases] | None = None
-    """None until `TSRAdam.finish_sums` has found them."""
+    sums: EarlySums  # the sums of cores and dense gradients
+    sums_start: bool = False  # whether a gradient that arrives is whole, and may start a sum
+    refreshed: list[Refreshed] | None = None
+    """None until `TSRAdam.finish_sums` has found the new bases."""
 
 
-class TSRAdam(Optimizer):
+class TSRAdam(OwnOptimizer):
     """TSR-Adam; AdamW for vectors and other parameters that are not compressed.
 
     It works with any module, in one process or with a process group whose ranks have equal weights
     and different data:
 
-    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-    <torch...>
     >>> model = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 8))
-    >>> x, target = torch.randn(64, 16), torch.randn(64, 8)
     >>> settings = TSRSettings(rank=4, refresh_interval=10)
     >>> optimizer = TSRAdam(model.named_parameters(), settings, lr=0.02)
-    >>> losses = []
-    >>> for _ in range(30):
-    ...     loss = nn.functional.mse_loss(model(x), target)
-    ...     loss.backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-    ...     losses.append(loss.item())
-    >>> losses[-1] < 0.8 * losses[0]
-    True
+    >>> model(torch.ones(1, 16)).square().sum().backward()
+    >>> optimizer.step()
 
     With a ``group``, do not reduce the gradients (no DDP): `step` sums what it needs of them. Of
     DTensors, FSDP2's for example, it also finds the groups that shard them.
 
     `step` needs no other call, with ``found_inf`` or without. A parameter without a gradient counts
     as one whose gradient is zero. A trainer that sums during backward and clips calls the methods
-    of `optim.gradients.Gradients` in their order: the gradient of a matrix is then projected, and
-    freed, as soon as backward has produced it.
+    of `optim.gradients.StoredGradients` in their order: the gradient of a matrix is then projected,
+    and freed, as soon as backward has produced it.
 
-    All state is allocated in the constructor, in fp32 or wider, and never reallocated: a bf16
-    second moment at β₂ = 0.999 would never decay.
+    All state is in fp32 or wider: a bf16 second moment at β₂ = 0.999 would never decay.
 
     Args:
         named_parameters: Name and parameter, as ``model.named_parameters()`` yields them, or groups
@@ -122,18 +107,7 @@ class TSRAdam(Optimizer):
         wire_dtype: Dtype in which sums over ``group`` travel; None for that of the tensors.
         order: The trained parameters in the model's order, by default that of the groups: sums
             start while backward goes through it from its end.
-
-    Attributes:
-        stacks: The compressed matrices.
-        groups: The process groups.
-        counters: The numbers of steps, refreshes and cores, on the host.
-        found_inf: 1 if the next step must not change weights, bases and moments, else 0, as torch's
-            fused Adam has it: an fp32 scalar on the device, equal on all ranks. None if every step
-            counts. `settle`, `begin`, `state_dict` or the next `step` mend the `counters`.
     """
-
-    found_inf: Tensor | None = None
-    takes_verdict = True
 
     def __init__(
         self,
@@ -155,32 +129,39 @@ class TSRAdam(Optimizer):
         super().__init__(named_parameters, defaults | {"weight_decay": weight_decay})
         self.settings, self._average = settings, average
         names = _trained_names(self.param_groups)
-        self.groups = Groups.of(names, group, stages, wire_dtype)
-        # Refreshes are spread over the whole model's matrices, and a stage sees its own.
-        shapes = self.groups.of_all_stages({names[p]: tuple(p.shape) for p in names})
+        wire = {"replicas": group, "stages": stages, "wire_dtype": wire_dtype}
+        self.groups = Groups.of(names, **wire)
+        shapes = {names[p]: tuple(p.shape) for p in names}
+        if stages is not None:  # refreshes are spread over the whole model's matrices
+            for of_stage in from_all_ranks(dict(shapes), stages):
+                shapes |= of_stage
         plans = plan_matrices(shapes, settings)
-        sharding = {name: group.size() for name, group in self.groups.sharding.items()}
 
-        self.steps = torch.zeros((), dtype=torch.float32)
-        self.stacks: list[MatrixStack] = []
+        self.steps = torch.zeros((), dtype=torch.float32)  # on the host
+        self.stacks: list[MatrixStack] = []  # the compressed matrices
         # Hyperparameters, and what `step` updates with them.
-        self._updates: list[tuple[dict[str, Any], list[MatrixStack], DenseParameters]] = []
-        # Where each compressed matrix is, and which mesh dimensions split each other parameter.
+        self._updates: list[tuple[dict[str, Any], list[MatrixStack | DenseParameters]]] = []
+        # Where each compressed matrix is, and the groups that split each other parameter.
         self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
-        self._dense_dims: dict[Tensor, tuple[int, ...]] = {}
+        self._dense: dict[Tensor, list[dist.ProcessGroup]] = {}
         for torch_group in self.param_groups:
             trained = [p for p in torch_group["params"] if p in names]
             compressed = [(plans[names[p]], p) for p in trained if names[p] in plans]
-            stacks = stack_alike(compressed, sharding, settings)
+            stacks = stack_alike(compressed, self.groups, settings)
             dense = DenseParameters([p for p in trained if names[p] not in plans])
-            self.stacks += stacks
-            self._updates.append((torch_group, stacks, dense))
             for stack in stacks:
-                for index, parameter in enumerate(stack.parameters):
-                    self._compressed[parameter] = stack, index
+                self._compressed |= {p: (stack, i) for i, p in enumerate(stack.parameters)}
             for parameter in dense.parameters:
-                dims = [shard_dims(parameter, dim, sharding) for dim in range(parameter.dim())]
-                self._dense_dims[parameter] = tuple(chain(*dims))
+                dims = range(parameter.dim())
+                split = chain.from_iterable(self.groups.splitting(parameter, dim) for dim in dims)
+                self._dense[parameter] = list(split)
+            self.stacks += stacks
+            parts: list[MatrixStack | DenseParameters] = [*stacks, dense]
+            self._updates.append((torch_group, parts))
+            for part in parts:
+                for index, parameter in enumerate(part.parameters):
+                    # It shares the memory of the stacks.
+                    self.state[parameter] = {"step": self.steps, **part.state(index)}
 
         # A pipeline stage may have no compressed matrix.
         like = self.stacks[0].exp_avg if self.stacks else local_part(next(iter(names)))
@@ -188,10 +169,9 @@ class TSRAdam(Optimizer):
         # Backward runs from the last module to the first.
         self._order = list(reversed(order or list(names)))
         self._running: StepState | None = None
-        # Whether the counters count a rejected step; a tensor until the host has read the verdict.
-        self._rejected: Tensor | bool = False
+        # A step that is not counted yet: the verdict on it, and its refreshes.
+        self._uncounted: tuple[Tensor, list[tuple[MatrixStack, list[int]]]] | None = None
         self._drift = Drift(self.groups.replicas)
-        self._name_state()
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -206,57 +186,59 @@ class TSRAdam(Optimizer):
         for parameter in self._order:
             parameter.register_post_accumulate_grad_hook(arrived)
 
-    def _name_state(self) -> None:
-        """Name the tensors that a checkpoint holds; they share the memory of the stacks."""
-        self.counters = [self.steps, *(stack.refresh_counts for stack in self.stacks)]
-        self._counts_before = [count.clone() for count in self.counters]
-        for parameter, (stack, index) in self._compressed.items():
-            self.state[parameter] = {"step": self.steps, **stack.state(index)}
-        for _, _, dense in self._updates:
-            for index, parameter in enumerate(dense.parameters):
-                self.state[parameter] = {"step": self.steps, **dense.state(index)}
-
     # The order of a step: begin, backward (gradients arrive), finish_sums, clip, step, settle.
 
     @torch.no_grad()
     def begin(self) -> None:
         """Zero the cores, and plan the refreshes and sums of the next step."""
         self._drift.repair()
-        self._reset_counters()
+        self._count()
         self._cores.zero_()
         due = {stack: stack.due(int(self.steps)) for stack in self.stacks}
         projected: dict[Tensor, None] = {}
         # Of these the gradient itself is summed.
-        whole = [parameter for parameter in self._order if parameter in self._dense_dims]
+        whole = [parameter for parameter in self._order if parameter in self._dense]
         for stack, indices in due.items():
             for index, parameter in enumerate(stack.parameters):
                 if index not in indices:
                     projected[parameter] = None
                 elif stack.sends_dense:
                     whole.append(parameter)
-        sums = EarlySums(self._sums(projected, whole), self._order, self.groups)
-        self._running = StepState(due, projected, sums)
+        self._running = StepState(due, projected, self._plan_sums(projected, whole))
 
-    def _sums(
-        self, projected: Container[Tensor], whole: Iterable[Tensor]
-    ) -> list[CoreSum | GradientSum]:
+    def _plan_sums(self, projected: Container[Tensor], whole: Iterable[Tensor]) -> EarlySums:
         """Divide a step's sums, of cores and of whole gradients, into messages."""
-        sums: list[CoreSum | GradientSum] = []
         count = self.settings.overlap_buckets
         parameters = [parameter for parameter in self._order if parameter in projected]
         sizes = [self._core(parameter).numel() for parameter in parameters]
-        for bucket in in_buckets(parameters, sizes, count, sum(sizes)):
-            cores = [self._core(parameter) for parameter in bucket]
-            contracted = [self._compressed[parameter][0].contracted for parameter in bucket]
-            buffer = self._cores if len(bucket) == len(self._compressed) else None
-            sums.append(CoreSum(bucket, cores, contracted, buffer))
+        sums = []
+        for bucket in split_buckets(parameters, sizes, -(-sum(sizes) // count)):
+            sums.append(Sum(bucket, partial(self._sum_cores, bucket)))
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # one message has one dtype
         for parameter in whole:
             by_dtype[parameter.dtype].append(parameter)
         for same in by_dtype.values():
             sizes = [local_part(parameter).numel() for parameter in same]
-            sums += map(GradientSum, in_buckets(same, sizes, count, BUCKET_ELEMENTS))
-        return sums
+            most = min(-(-sum(sizes) // count), BUCKET_ELEMENTS)
+            for bucket in split_buckets(same, sizes, most):
+                sums.append(Sum(bucket, partial(self._sum_gradients, bucket)))
+        return EarlySums(sums, self._order)
+
+    def _sum_cores(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
+        """C ← ΣC: sum over the shards, then start the sum over the replicas."""
+        cores = [self._core(parameter) for parameter in parameters]
+        # All cores of a rank are one buffer, which is sent without a copy.
+        sent = [self._cores] if len(parameters) == len(self._compressed) else cores
+        for group in self.groups.sharding.values():
+            # Along a one-sided core's long side ranks hold different blocks: nothing to add.
+            contracted = [group in self._compressed[p][0].contracted for p in parameters]
+            terms = list(compress(cores, contracted))
+            sum_over(sent if all(contracted) else terms, group)()
+        return self.groups.sum_over_replicas(sent)
+
+    def _sum_gradients(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
+        """G ← ΣG: start the sum over the replicas."""
+        return self.groups.sum_over_replicas([local_gradient(p) for p in parameters])
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -285,9 +267,6 @@ class TSRAdam(Optimizer):
         A matrix that keeps its bases is projected, and its gradient is freed: the core is linear in
         G. A matrix that is due keeps its gradient until all micro-batches are accumulated, since Z
         and B need G after Q.
-
-        Raises:
-            RuntimeError: The sum that the gradient belongs to has already started.
         """
         step = self._running
         if step is None:
@@ -325,34 +304,34 @@ class TSRAdam(Optimizer):
         step = self._running
         assert step is not None
         step.sums.wait()
-        rotates = self.settings.moments == "rotate"
-        new_bases = step.new_bases = find_bases(step.due, self.groups, self._drift, rotates)
+        step.refreshed = []
+        for stack, due in step.due.items():
+            # What a refresh holds and gathers at a time fits into one bucket.
+            for bucket in split_buckets(due, [stack.held] * len(due), BUCKET_ELEMENTS):
+                step.refreshed.append(stack.refresh(bucket, self._drift))
         if self._average and self.groups.replicas is not None:
-            gradients = [local_gradient(parameter) for parameter in self._dense_dims]
+            gradients = [local_gradient(parameter) for parameter in self._dense]
             share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
-            scale_([self._cores, *gradients, *(new.C for new in new_bases)], share)
-        share = self._share_of_square(step.projected, new_bases)
-        for new in new_bases:
+            scale_([self._cores, *gradients, *(new.C for new in step.refreshed)], share)
+        share = self._share_of_square(step.projected, step.refreshed)
+        for new in step.refreshed:
             write(new.stack.C, new.indices, new.C)
         return share
 
     def _share_of_square(
-        self, projected: Iterable[Tensor], new_bases: Sequence[NewBases]
+        self, projected: Iterable[Tensor], refreshed: Sequence[Refreshed]
     ) -> Tensor:
         """Return this rank's share of the squared norm; see `share_of_square`."""
-        # Each piece with the mesh dimensions that split it.
-        pieces: list[tuple[Tensor, tuple[int, ...]]] = []
-        if not new_bases and not any(stack.core_dims for stack in self.stacks):
+        # Each piece with the groups that split it.
+        pieces: list[tuple[Tensor, Iterable[dist.ProcessGroup]]] = []
+        if not refreshed and not any(stack.core_groups for stack in self.stacks):
             pieces.append((self._cores, ()))  # in most steps: all cores are one piece
         else:
             for parameter in projected:
-                pieces.append((self._core(parameter), self._compressed[parameter][0].core_dims))
-        for new in new_bases:
-            pieces.append((new.C, new.stack.core_dims))
-        for parameter, mesh_dims in self._dense_dims.items():
-            pieces.append((local_gradient(parameter), mesh_dims))
-        sizes = [group.size() for group in self.groups.sharding.values()]
-        splits = ((piece, prod(sizes[dim] for dim in dims)) for piece, dims in pieces)
+                pieces.append((self._core(parameter), self._compressed[parameter][0].core_groups))
+        pieces += [(new.C, new.stack.core_groups) for new in refreshed]
+        pieces += [(local_gradient(parameter), split) for parameter, split in self._dense.items()]
+        splits = ((piece, prod(group.size() for group in split)) for piece, split in pieces)
         stages = 1 if self.groups.stages is None else self.groups.stages.size()
         return share_of_square(splits, stages)
 
@@ -361,60 +340,56 @@ class TSRAdam(Optimizer):
 
         After the sums, and on what is used: each replica's own gradients would get another scale.
         """
-        gradients = [local_gradient(parameter) for parameter in self._dense_dims]
+        gradients = [local_gradient(parameter) for parameter in self._dense]
         scale_([self._cores, *gradients], clip_factor(max_norm, norm))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters; return the closure's loss, None without a closure.
+    def update(self, rejected: Tensor) -> None:
+        """Update all parameters, unless the step is rejected.
 
         If `begin` was not called, all gradients are used from where backward has left them.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if self._running is None:
             self.begin()
             with self.micro_batch(last=True):
                 pass
         assert self._running is not None
-        if self._running.new_bases is None:
+        if self._running.refreshed is None:
             self.finish_sums()
-        rejected = torch.zeros((), dtype=torch.bool, device=self._cores.device)
-        if self.found_inf is not None:
-            self._rejected = rejected = self.found_inf > 0
-        torch._foreach_copy_(self._counts_before, self.counters)
-        for new in self._running.new_bases or ():
-            new.stack.change_bases(new, rejected)
-        self.steps += 1
-        steps = float(self.steps)
-        for hyper, stacks, dense in self._updates:
-            for stack in stacks:
-                stack.lift(stack.direction(steps, hyper, rejected), hyper, rejected)
-            dense.update(steps, hyper, self.found_inf)
+        refreshed = self._running.refreshed or []
+        for new in refreshed:
+            new.accept(rejected)
+        steps = float(self.steps) + 1
+        for hyper, parts in self._updates:
+            for part in parts:
+                part.update(steps, hyper, rejected)
+        self._uncounted = rejected, [(new.stack, new.indices) for new in refreshed]
+        if self.found_inf is None:
+            self._count(rejected=False)
         self._running = None
-        return loss
 
     @torch.no_grad()
     def settle(self, rejected: bool) -> None:
-        """Finish a step whose verdict the host has read; set back what a rejected one has counted.
+        """Finish a step whose verdict the host has read: count it, unless it was rejected.
 
         Without this call the next `begin` does so, and then the host waits for ``found_inf``.
         """
         self._drift.repair()
-        self._rejected = rejected
-        self._reset_counters()
+        self._count(rejected)
 
-    def _reset_counters(self) -> None:
-        """Set the counters back if the last step was rejected and they count it."""
-        if self._rejected:  # of a tensor the host waits for the value
-            torch._foreach_copy_(self.counters, self._counts_before)
-        self._rejected = False
+    def _count(self, rejected: bool | None = None) -> None:
+        """Count the last step and its refreshes, unless it was rejected."""
+        if self._uncounted is None:
+            return
+        (verdict, refreshes), self._uncounted = self._uncounted, None
+        if verdict if rejected is None else rejected:  # of a tensor the host waits for the value
+            return
+        self.steps += 1
+        for stack, indices in refreshes:
+            stack.refresh_counts[indices] += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary of the state and hyperparameters; no rejected step counts."""
-        self._reset_counters()
+        self._count()
         return super().state_dict()
 
     def nonfinite(self, part: nn.Module) -> list[str]:
@@ -430,8 +405,8 @@ class TSRAdam(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
-        self._rejected = False  # a step that is not in the loaded counts
-        copy_state(self, state_dict)
+        self._uncounted = None  # a step that is not in the loaded counts
+        super().load_state_dict(state_dict)
 
 
 def _trained_names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:

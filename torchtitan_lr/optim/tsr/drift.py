@@ -5,27 +5,15 @@ A refresh is computed by every replica for itself. Replicas on equal machines ne
 refresh with other bases would let them part for good.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.numerics import HostCopy, blocks
+from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.titan import logger
-
-CHECKED = 2**18
-"""Words of a checksum that are cast at a time."""
-
-
-class Matrix(NamedTuple):
-    """A matrix with new bases."""
-
-    name: str
-    """The parameter's name."""
-    state: list[Tensor]
-    """All that depends on the bases: weight, U, V and moments on this rank, changed in place."""
 
 
 class Drift:
@@ -33,14 +21,24 @@ class Drift:
 
     def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self._replicas = replicas
-        self._compared: list[tuple[Sequence[Matrix], HostCopy]] = []
+        self._compared: list[tuple[Mapping[str, Sequence[Tensor]], HostCopy]] = []
 
-    def compare(self, matrices: Sequence[Matrix], computed: Sequence[Sequence[Tensor]]) -> None:
-        """Compare on the device what each replica has computed for each of some matrices."""
-        if self._replicas is not None:
-            # `repair` reads the result: here the host would wait for the device.
-            differ = HostCopy(differences(computed, self._replicas))
-            self._compared.append((matrices, differ))
+    def compare(
+        self, states: Mapping[str, Sequence[Tensor]], computed: Iterable[Sequence[Tensor]]
+    ) -> None:
+        """Compare on the device what each replica has computed for each of some matrices.
+
+        One all-reduce of two checksums per matrix tells all replicas. ``states`` has by name all
+        that depends on the bases on this rank: weight, U, V and moments.
+        """
+        if self._replicas is None:
+            return
+        checksums = torch.stack([checksum(tensors) for tensors in computed])
+        extremes = torch.cat([checksums, -checksums])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._replicas)
+        high, low = extremes.view(2, -1)
+        # `repair` reads the result: here the host would wait for the device.
+        self._compared.append((states, HostCopy(high != -low)))
 
     def repair(self) -> None:
         """Give all replicas the first one's state of the matrices that differed.
@@ -49,46 +47,29 @@ class Drift:
         over the replicas. So all replicas go on as if they had used the first one's bases.
         """
         compared, self._compared = self._compared, []
-        for matrices, differ in compared:
-            drifted = [m for m, wrong in zip(matrices, differ.read(), strict=True) if wrong]
-            for matrix in drifted:
-                for tensor in matrix.state:
-                    sent = tensor.contiguous()
-                    dist.broadcast(sent, group_src=0, group=self._replicas)
-                    tensor.copy_(sent)
+        for states, differ in compared:
+            drifted = [n for n, wrong in zip(states, differ.read(), strict=True) if wrong]
+            for tensor in chain.from_iterable(states[name] for name in drifted):
+                sent = tensor.contiguous()
+                dist.broadcast(sent, group_src=0, group=self._replicas)
+                tensor.copy_(sent)
             if drifted:
                 logger.warning(
                     "Replicas computed different bases for %s; the first replica's are used",
-                    ", ".join(matrix.name for matrix in drifted),
+                    ", ".join(drifted),
                 )
 
 
-def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup) -> Tensor:
-    """Return, per batch (n,), whether any bit of the tensors that each replica computed differs.
-
-    One all-reduce of two checksums per batch tells all replicas.
-    """
-    weights = torch.arange(1, CHECKED + 1, device=batches[0][0].device)
-    products = torch.empty_like(weights)
-    checksums = torch.stack([checksum(batch, weights, products) for batch in batches])
-    extremes = torch.cat([checksums, -checksums])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
-    high, low = extremes.view(2, -1)
-    return high != -low
-
-
-def checksum(tensors: Sequence[Tensor], weights: Tensor, products: Tensor) -> Tensor:
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
     """Return a number in [0, 2⁶²), int64, that every bit of some tensors and its place change.
 
-    They are in fp32 or fp64. ``weights`` (n,) are those of the 32-bit words of a block, and
-    ``products`` (n,) is memory, both int64: the tensors are cast a block at a time.
+    They are in fp32 or fp64.
     """
-    total = weights.new_zeros(())
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
-        for block in blocks(tensor, len(weights) // 2):
-            bits = block.contiguous().view(-1).view(torch.int32)
-            terms = products[: len(bits)].copy_(bits).mul_(weights[: len(bits)])
-            # By the weights swapped entries show, by the factor swapped blocks; int64 wraps.
-            total.mul_(1_000_003).add_(terms.sum())
+        words = tensor.contiguous().view(-1).view(torch.int32)
+        places = torch.arange(1, len(words) + 1, device=words.device)
+        # By the places swapped entries show, by the factor swapped tensors; int64 wraps.
+        total.mul_(1_000_003).add_((words * places).sum())
     # Below 2⁶², the number's negative is in int64's range too.
     return total.remainder(2**62)

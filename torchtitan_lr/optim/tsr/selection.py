@@ -35,7 +35,7 @@ class TSRSettings:
     scale: float = 0.75
     embedding_rank: int = 64
     embedding_refresh_interval: int = 100
-    moments: Literal["keep", "rotate"] = "rotate"
+    moments: Literal["keep", "rotate"] = "keep"
     refresh: Literal["auto", "sketch", "dense"] = "auto"
     stagger: bool = False
     start: Literal["gradient", "random"] = "gradient"
@@ -54,22 +54,14 @@ class MatrixPlan:
     """The compression of one matrix."""
 
     name: str
-    rows: int
-    """m, in the orientation in which the matrix is projected."""
-    columns: int
-    """n, in that orientation."""
-    rank: int
-    """r."""
-    width: int
-    """k, columns of its sketch."""
-    power_iterations: int
-    """q of its refreshes."""
-    interval: int
-    """Steps between refreshes."""
-    offset: int
-    """Refreshes happen this many steps after each multiple of the interval."""
-    two_sided: bool
-    """Whether both sides are projected."""
+    rows: int  # m, in the orientation in which the matrix is projected
+    columns: int  # n, in that orientation
+    rank: int  # r
+    width: int  # k, columns of its sketch
+    power_iterations: int  # q of its refreshes
+    interval: int  # steps between refreshes
+    offset: int  # refreshes happen this many steps after each multiple of the interval
+    two_sided: bool  # whether both sides are projected
     transposed: bool
     """Whether rows and columns are those of the transposed parameter: a one-sided projection
     compresses the shorter side, which is called rows. A square parameter is transposed, because the

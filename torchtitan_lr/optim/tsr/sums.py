@@ -1,48 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a TSR-Adam step sends: sums of cores and dense gradients, and the exchange of a refresh.
+"""What a TSR-Adam step sends, and when.
 
 FSDP sums gradients over the shards only; TSR-Adam sums over the replicas itself. Every reduction is
 a plain SUM. Sums over the replicas may travel in bf16; terms of a core or a sketch that shards of
-one matrix add up stay as they are. Nothing here knows the algorithm: the functions take tensors and
-process groups.
+one matrix add up stay as they are.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.agreement import from_all_ranks
-from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.dtensor import shard_dims
 from torchtitan_lr.compat.process_groups import all_gather
-from torchtitan_lr.optim.buckets import split_buckets
-
-Axis = Literal["rows", "columns"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The mesh dimensions that split a matrix's rows and columns, by index in the run's order."""
-
-    rows: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
-
-    def mesh_dims(self, axis: Axis) -> tuple[int, ...]:
-        """Return the mesh dimensions that split one axis."""
-        return self.rows if axis == "rows" else self.columns
-
-    def largest_block(self, m: int, n: int, ranks: Sequence[int]) -> tuple[int, int]:
-        """Return the sides of a rank's largest block of (m, n): all ranks must decide alike."""
-        for dim in self.rows:
-            m = -(-m // ranks[dim])
-        for dim in self.columns:
-            n = -(-n // ranks[dim])
-        return m, n
 
 
 @dataclass(frozen=True)
@@ -53,19 +28,12 @@ class Groups:
     """Mesh dimensions that split parameters, by name, in the run's common order."""
     replicas: dist.ProcessGroup | None = None
     """Ranks with equal parameters and different data; None if there is only one."""
-    stages: dist.ProcessGroup | None = None
-    """Pipeline ranks; None without pipelining."""
+    stages: dist.ProcessGroup | None = None  # pipeline ranks; None without pipelining
     wire_dtype: torch.dtype | None = None
     """Dtype in which sums over the replicas travel; None for the tensors' own."""
 
     @classmethod
-    def of(
-        cls,
-        parameters: Iterable[Tensor],
-        replicas: dist.ProcessGroup | None = None,
-        stages: dist.ProcessGroup | None = None,
-        wire_dtype: torch.dtype | None = None,
-    ) -> "Groups":
+    def of(cls, parameters: Iterable[Tensor], **others: Any) -> "Groups":
         """Read the mesh dimensions of more than one rank from parameters; the others as above."""
         sharding: dict[str, dist.ProcessGroup] = {}
         for parameter in parameters:
@@ -74,20 +42,16 @@ class Groups:
                 for dim, name in enumerate(mesh.mesh_dim_names or ()):
                     if mesh.size(dim) > 1:
                         sharding.setdefault(name, mesh.get_group(dim))
-        return cls(sharding, replicas, stages, wire_dtype)
+        return cls(sharding, **others)
+
+    def splitting(self, parameter: Tensor, dim: int) -> tuple[dist.ProcessGroup, ...]:
+        """Return the groups whose ranks split a dimension of a parameter."""
+        known = list(self.sharding.values())
+        return tuple(known[place] for place in shard_dims(parameter, dim, self.sharding))
 
     def sum_over_replicas(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Start the sum of tensors over the replicas, see `sum_over`."""
         return sum_over(tensors, self.replicas, self.wire_dtype)
-
-    def of_all_stages(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of all pipeline stages, each of which knows its own."""
-        if self.stages is None:
-            return dict(own)
-        entries: dict[str, Any] = {}
-        for of_stage in from_all_ranks(own, self.stages):
-            entries |= of_stage
-        return entries
 
 
 def sum_over(
@@ -118,65 +82,25 @@ def sum_over(
     return wait
 
 
-# The sums that start during backward.
+def summed(terms: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
+    """Sum terms in place over each group, and return them."""
+    for group in groups:
+        sum_over([terms], group)()
+    return terms
 
 
-def in_buckets(
-    parameters: Sequence[Tensor], sizes: Sequence[int], count: int, most: int
-) -> list[list[Tensor]]:
-    """Split parameters into about ``count`` buckets of consecutive ones, of similar size.
-
-    ``sizes`` are the elements that are sent for each, ``most`` is a bucket's limit of them.
-    """
-    limit = min(-(-sum(sizes) // count), most)
-    buckets = []
-    for places in split_buckets(sizes, limit):
-        buckets.append([parameters[place] for place in places])
-    return buckets
+def gathered(block: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the blocks of a group's ranks, (ranks, ...)."""
+    everyone = block.new_empty(group.size(), *block.shape)
+    all_gather(everyone.view(-1), block.reshape(-1), group=group)
+    return everyone
 
 
-def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, to sum in place; create zeros if there is none."""
-    if parameter.grad is None:
-        # Other replicas may have one: every rank takes part in the sum.
-        parameter.grad = torch.zeros_like(parameter)
-    return local_part(parameter.grad)
+class Sum(NamedTuple):
+    """A sum that may start during backward."""
 
-
-@dataclass(frozen=True)
-class GradientSum:
-    """The sum of dense gradients over the replicas: G ← ΣG."""
-
-    parameters: Sequence[Tensor]
-    """Of one dtype."""
-
-    def start(self, groups: Groups) -> Callable[[], None]:
-        """Start the sum; return what waits for it."""
-        gradients = [local_gradient(parameter) for parameter in self.parameters]
-        return groups.sum_over_replicas(gradients)
-
-
-@dataclass(frozen=True)
-class CoreSum:
-    """The sum of cores over the ranks: C ← ΣC."""
-
-    parameters: Sequence[Tensor]
-    cores: Sequence[Tensor]
-    """Of one dtype."""
-    contracted: Sequence[Container[int]]
-    """For each core the mesh dimensions whose ranks hold one term of it each."""
-    buffer: Tensor | None
-    """The memory of all cores of a rank, if these are all: it is sent without a copy."""
-
-    def start(self, groups: Groups) -> Callable[[], None]:
-        """Sum over the shards, then start the sum over the replicas; return what waits for it."""
-        sent = self.cores if self.buffer is None else [self.buffer]
-        for dim, group in enumerate(groups.sharding.values()):
-            # Along a one-sided core's long side ranks hold different blocks: nothing to add.
-            pairs = zip(self.cores, self.contracted, strict=True)
-            terms = [core for core, dims in pairs if dim in dims]
-            sum_over(sent if len(terms) == len(self.cores) else terms, group)()
-        return groups.sum_over_replicas(sent)
+    parameters: Sequence[Tensor]  # those whose gradients it needs
+    start: Callable[[], Callable[[], None]]  # starts it, and returns what waits for it
 
 
 class EarlySums:
@@ -184,18 +108,13 @@ class EarlySums:
 
     Autograd may produce gradients in another order on another rank. A sum therefore waits for all
     sums before it, in the order in which backward is expected to produce all gradients.
-
-    Attributes:
-        started: The parameters whose sums have started: they take no other gradient.
     """
 
-    def __init__(
-        self, sums: Sequence[CoreSum | GradientSum], order: Sequence[Tensor], groups: Groups
-    ) -> None:
+    def __init__(self, sums: Sequence[Sum], order: Sequence[Tensor]) -> None:
         position = {parameter: index for index, parameter in enumerate(order)}
         in_turn = sorted(sums, key=lambda one: max(position[p] for p in one.parameters))
         self._waiting = deque((one, set(one.parameters)) for one in in_turn)  # and what is missing
-        self._groups = groups
+        # The parameters whose sums have started: they take no other gradient.
         self.started: set[Tensor] = set()
         self._pending: list[Callable[[], None]] = []
 
@@ -220,46 +139,4 @@ class EarlySums:
     def _start_next(self) -> None:
         one, _ = self._waiting.popleft()
         self.started.update(one.parameters)
-        self._pending.append(one.start(self._groups))
-
-
-class Exchange:
-    """What the matrices of a refresh sum and gather: one message for all of them at a time.
-
-    ``layouts`` are those of the matrices, or of stacks of them, in the same order on all ranks.
-    """
-
-    def __init__(self, layouts: Sequence[Layout], groups: Groups) -> None:
-        self.layouts, self.groups = layouts, groups
-        self.mesh_dims = range(len(groups.sharding))
-
-    def sum(self, terms: Sequence[Tensor], axis: Axis, partial: Sequence[bool] = ()) -> None:
-        """Sum this rank's terms in place, over the shards of an axis, which is contracted away.
-
-        Those that are ``partial`` sums over the replicas are summed over these too.
-        """
-        for dim, group in enumerate(self.groups.sharding.values()):
-            layouts = zip(terms, self.layouts, strict=True)
-            sum_over([term for term, layout in layouts if dim in layout.mesh_dims(axis)], group)()
-        of_replicas = zip(terms, partial, strict=True) if partial else ()
-        self.groups.sum_over_replicas([term for term, sums in of_replicas if sums])()
-
-    def gather(
-        self, blocks: Sequence[Tensor], axis: Axis, mesh_dim: int
-    ) -> list[tuple[Tensor, int] | None]:
-        """Gather blocks from the ranks of a mesh dimension: (ranks, ...), and this rank's place.
-
-        None for a matrix whose axis the dimension does not shard.
-        """
-        found: list[tuple[Tensor, int] | None] = [None] * len(blocks)
-        split = [i for i, own in enumerate(self.layouts) if mesh_dim in own.mesh_dims(axis)]
-        if not split:
-            return found
-        group = list(self.groups.sharding.values())[mesh_dim]
-        own = torch.cat([blocks[i].reshape(-1) for i in split])
-        everyone = own.new_empty(group.size() * own.numel())
-        all_gather(everyone, own, group=group)
-        parts = everyone.view(group.size(), -1).split([blocks[i].numel() for i in split], dim=1)
-        for i, part in zip(split, parts, strict=True):
-            found[i] = part.reshape(group.size(), *blocks[i].shape), group.rank()
-        return found
+        self._pending.append(one.start())

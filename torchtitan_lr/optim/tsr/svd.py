@@ -4,9 +4,6 @@
 A gradient G (m, n) may be *sharded*: ranks hold blocks of its rows, of its columns, or both. And it
 may be a *partial sum*: the true G is the sum over replicas. Ranks never send G or a matrix of its
 size, only matrices of width k = r + p (TSR-Adam, Section 3.5).
-
-Matrices of equal shape and layout are a `Batch`. All batches of a round are decomposed side by
-side, so that an `Exchange` sums, or gathers, what all of them need in one message.
 """
 
 import hashlib
@@ -15,53 +12,62 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lr.compat.linalg import convergence_on_device
-from torchtitan_lr.optim.tsr.sums import Axis, Exchange
+from torchtitan_lr.optim.tsr.sums import Groups, gathered, summed
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How ranks split matrices of one shape."""
+
+    rows: tuple[dist.ProcessGroup, ...]  # the groups whose ranks split rows
+    columns: tuple[dist.ProcessGroup, ...]  # the groups whose ranks split columns
+    m: int  # the rows of a rank's largest block: all ranks must send alike
+    n: int  # the columns of a rank's largest block
 
 
 class SVD(NamedTuple):
     """Leading singular triplets of a batch of b matrices."""
 
-    U: Tensor
-    """(b, m, r), orthonormal columns, sharded like G's rows."""
+    U: Tensor  # (b, m, r), orthonormal columns, sharded like G's rows
     S: Tensor
     """σ (b, r), in descending magnitude, equal on all ranks; negative where alignment with the
     earlier bases flipped only one side."""
-    V: Tensor
-    """(b, n, r), orthonormal columns, sharded like G's columns."""
+    V: Tensor  # (b, n, r), orthonormal columns, sharded like G's columns
 
 
 @dataclass(frozen=True)
 class Batch:
-    """b gradients of one shape and layout."""
+    """b gradients of one shape that ranks split alike."""
 
-    gradients: Sequence[Tensor]
-    """This rank's blocks of G, each (m, n); may be empty."""
-    sketches: Tensor
-    """Ω (b, n, k), the rows of the common random draw for this rank's columns."""
-    rank: int
-    """r ≤ k, the number of triplets."""
-    block: tuple[int, int]
-    """m and n of a rank's largest block."""
-    partial: bool = False
-    """Whether the gradients are partial sums over replicas."""
-    earlier: tuple[Tensor | None, Tensor | None] = (None, None)
-    """The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be aligned (in
-    all batches). Zeros, or random, before the first refresh."""
+    gradients: Sequence[Tensor]  # this rank's blocks of G, each (m, n); may be empty
+    shards: Shards
+    replicas: Groups | None = None
+    """Has the group over which the gradients are partial sums; None if they are complete."""
 
-    def times(self, factors: Tensor, transposed: bool = False) -> Tensor:
-        """Return this rank's terms of G X (b, m, k), or of Gᵀ X (b, n, k)."""
+    def times(self, X: Tensor, transposed: bool = False) -> Tensor:
+        """Return ΣG X (b, m, k) of this rank's rows, or ΣGᵀ X (b, n, k) of its columns."""
         # One product per matrix: stacking the gradients would copy all of them.
-        pairs = zip((g.mT if transposed else g for g in self.gradients), factors, strict=True)
-        return torch.stack([g.to(x.dtype) @ x for g, x in pairs])
+        terms = []
+        for G, x in zip(self.gradients, X, strict=True):
+            terms.append((G.mT if transposed else G).to(x.dtype) @ x)
+        total = summed(torch.stack(terms), self.shards.rows if transposed else self.shards.columns)
+        if self.replicas is not None:
+            self.replicas.sum_over_replicas([total])()
+        return total
 
 
 def randomized_svd(
-    batches: Sequence[Batch], power_iterations: int, exchange: Exchange
-) -> list[SVD]:
-    """Compute the leading singular triplets of matrices (Algorithm 1's refresh).
+    batch: Batch,
+    sketches: Tensor,
+    rank: int,
+    power_iterations: int,
+    earlier: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> SVD:
+    """Compute the leading r singular triplets of matrices (Algorithm 1's refresh).
 
     A gradient determines singular vectors up to a sign. The sketch fixes the sign, so that every
     layout of ranks computes the same vectors. Each vector is then flipped towards its predecessor,
@@ -70,86 +76,48 @@ def randomized_svd(
     bases stay and σ turns negative. Vectors that are nearly orthogonal to their predecessors, or
     have none, keep the sketch's sign. Columns of a vanishing singular value are set to zero: the
     gradient does not determine them, and rounding noise would differ between layouts.
+
+    ``sketches`` are Ω (b, n, k), the rows of the common random draw for this rank's columns.
+    ``earlier`` are the previous bases U (b, m, r) and V (b, n, r), None for a side that is not to
+    be aligned. They are zeros, or random, before the first refresh.
     """
-    heights, widths = zip(*(batch.block for batch in batches), strict=True)
-    sketches = [batch.sketches for batch in batches]
+    shards = batch.shards
     # Y = GΩ, a sketch of the range of G, and its basis Q.
-    q, _ = tsqr(_products(batches, sketches, exchange), "rows", heights, exchange)  # (b, m, k)
+    Q, _ = tsqr(batch.times(sketches), shards.m, shards.rows)  # (b, m, k)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
-        z = _products(batches, q, exchange, transposed=True)  # (b, n, k)
-        z, _ = tsqr(z, "columns", widths, exchange)
-        q, _ = tsqr(_products(batches, z, exchange), "rows", heights, exchange)
+        Z, _ = tsqr(batch.times(Q, transposed=True), shards.n, shards.columns)  # (b, n, k)
+        Q, _ = tsqr(batch.times(Z), shards.m, shards.rows)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
-    b = _products(batches, q, exchange, transposed=True)  # (b, n, k)
-    q_b, r_b = tsqr(b, "columns", widths, exchange)  # (b, n, k) and (b, k, k)
-    factors = zip(q, q_b, r_b, (batch.rank for batch in batches), strict=True)
-    found = [_triplets(*each) for each in factors]
-    sides = [s[..., :1].mT @ svd.V for s, svd in zip(sketches, found, strict=True)]  # (b, 1, r)
-    exchange.sum(sides, "columns")
-    signed = [_signed(svd, side) for svd, side in zip(found, sides, strict=True)]
-    return _aligned(signed, [batch.earlier for batch in batches], exchange)
-
-
-def _products(
-    batches: Sequence[Batch],
-    factors: Sequence[Tensor],
-    exchange: Exchange,
-    transposed: bool = False,
-) -> list[Tensor]:
-    """Return ΣG X of all batches, or ΣGᵀ X, summed over the shards and the replicas."""
-    pairs = zip(batches, factors, strict=True)
-    terms = [batch.times(factor, transposed) for batch, factor in pairs]
-    partial = [batch.partial for batch in batches]
-    exchange.sum(terms, "rows" if transposed else "columns", partial)
-    return terms
-
-
-def _triplets(q: Tensor, q_b: Tensor, r_b: Tensor, rank: int) -> SVD:
-    """Return triplets of Q·R_bᵀ·Q_bᵀ: the first r columns of U = QŨ and V = Q_b·Ṽ, and all k σ."""
+    B = batch.times(Q, transposed=True)  # (b, n, k)
+    Q_b, R_b = tsqr(B, shards.n, shards.columns)  # (b, n, k) and (b, k, k)
     # A non-finite gradient makes R_b non-finite on every rank, where a decomposition may not end.
     # Its singular values become NaN instead, and so does the gradient's norm.
-    small = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
-    values = small.S + (r_b * 0).sum(dim=(-2, -1))[:, None]  # (b, k)
-    return SVD(q @ small.U[..., :rank], values, q_b @ small.V[..., :rank])
+    small = _small_svd(torch.nan_to_num(R_b.mT, 0.0, 0.0, 0.0))
+    S = small.S + (R_b * 0).sum(dim=(-2, -1))[:, None]  # (b, k)
+    U, V = Q @ small.U[..., :rank], Q_b @ small.V[..., :rank]
+    # The sketch's sign, or zero if σ is below rounding error.
+    noise = S[:, :1] * S.shape[-1] * torch.finfo(S.dtype).eps
+    S = S[:, :rank]
+    sides = summed(sketches[..., :1].mT @ V, shards.columns)  # (b, 1, r)
+    keep = _signs(sides) * (noise < S).to(S.dtype)[:, None, :]
+    U, V = U * keep, V * keep
+    # The predecessor's side, of U and of V.
+    old_U, old_V = earlier
+    if old_U is not None:
+        turn = _turns(U, old_U, shards.rows)
+        U, S = U * turn[:, None, :], S * turn
+    if old_V is not None:
+        turn = _turns(V, old_V, shards.columns)
+        V, S = V * turn[:, None, :], S * turn
+    return SVD(U, S, V)
 
 
-def _signed(svd: SVD, sides: Tensor) -> SVD:
-    """Give vectors the sketch's sign, or zero if σ is below rounding error; keep r of k values."""
-    left, values, right = svd
-    smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
-    values = values[:, : right.shape[-1]]
-    keep = _signs(sides) * (values > smallest).to(values.dtype)[:, None, :]  # (b, 1, r)
-    return SVD(left * keep, values, right * keep)
-
-
-def _aligned(
-    svds: Sequence[SVD],
-    earlier: Sequence[tuple[Tensor | None, Tensor | None]],
-    exchange: Exchange,
-) -> list[SVD]:
-    """Flip each vector, with its σ, towards its predecessor in the earlier bases."""
-    found = list(svds)
-    old_lefts, old_rights = zip(*earlier, strict=True)
-    if old_lefts[0] is not None:
-        turns = _turns([svd.U for svd in found], old_lefts, "rows", exchange)
-        for i, (svd, turn) in enumerate(zip(found, turns, strict=True)):
-            found[i] = svd._replace(U=svd.U * turn[:, None, :], S=svd.S * turn)
-    if old_rights[0] is not None:
-        turns = _turns([svd.V for svd in found], old_rights, "columns", exchange)
-        for i, (svd, turn) in enumerate(zip(found, turns, strict=True)):
-            found[i] = svd._replace(V=svd.V * turn[:, None, :], S=svd.S * turn)
-    return found
-
-
-def _turns(
-    bases: Sequence[Tensor], old: Sequence[Tensor], axis: Axis, exchange: Exchange
-) -> list[Tensor]:
+def _turns(basis: Tensor, old: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
     """Return 1 for each vector (b, r) that points to its predecessor's side, and -1 for others."""
-    products = [(new * before).sum(dim=-2) for new, before in zip(bases, old, strict=True)]
-    exchange.sum(products, axis)
+    products = summed((basis * old).sum(dim=-2), groups)
     # Near zero the sign would be that of rounding noise, which layouts do not share.
-    return [_signs(each + torch.finfo(each.dtype).eps ** 0.5) for each in products]
+    return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
 
 
 def _small_svd(square: Tensor) -> SVD:
@@ -179,42 +147,28 @@ def _small_svd(square: Tensor) -> SVD:
     return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
 
 
-def tsqr(
-    talls: Sequence[Tensor], axis: Axis, most: Sequence[int], exchange: Exchange
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute QR factorizations of tall matrices whose rows, along an axis of G, ranks share.
+def tsqr(tall: Tensor, most: int, groups: Iterable[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
+    """Compute QR factorizations of tall matrices whose rows the ranks of some groups share.
 
     Ranks with k rows or more factorize their own, and gather only the triangles (k, k). Ranks with
     fewer rows gather the rows themselves. The QR factorization of what is gathered and stacked
-    corrects the local Q, in one round per mesh dimension. The diagonal of R is made non-negative,
-    so that both factors are unique (at full rank).
+    corrects the local Q, in one round per group. The diagonal of R is made non-negative, so that
+    both factors are unique (at full rank).
 
     Of this rank's rows (b, m, k), m may be less than k, or 0; ``most`` is a rank's largest m. Q
     (b, m, k) is sharded like them, and R (b, k, k) equal on all ranks.
     """
-    found = [_factors(_padded(tall, rows)) for tall, rows in zip(talls, most, strict=True)]
-    bases, triangles = [q for q, _ in found], [r for _, r in found]
-    for mesh_dim in exchange.mesh_dims:
-        for i, answer in enumerate(exchange.gather(triangles, axis, mesh_dim)):
-            if answer is None:
-                continue
-            blocks, place = answer  # (ranks, b, h, k)
-            height = blocks.shape[2]
-            corrections, triangles[i] = _factors(blocks.transpose(0, 1).flatten(1, 2))
-            # Of (b, ranks·h, k) this rank's rows.
-            bases[i] = bases[i] @ corrections[:, place * height : (place + 1) * height]
-    for i, (q, r) in enumerate(zip(bases, triangles, strict=True)):
-        signs = _signs(r.diagonal(dim1=-2, dim2=-1))
-        bases[i] = q[:, : talls[i].shape[1]] * signs[..., None, :]
-        triangles[i] = r * signs[..., None]
-    return bases, triangles
-
-
-def _padded(tall: Tensor, most: int) -> Tensor:
-    """Return a matrix (b, m, k) with as many rows as every rank sends."""
     rows, width = tall.shape[1:]
-    lacking = min(most, width) - rows
-    return torch.nn.functional.pad(tall, (0, 0, 0, lacking)) if lacking > 0 else tall
+    lacking = min(most, width) - rows  # every rank sends as many
+    Q, R = _factors(torch.nn.functional.pad(tall, (0, 0, 0, lacking)) if lacking > 0 else tall)
+    for group in groups:
+        height = R.shape[1]
+        stacked = gathered(R, group).transpose(0, 1).flatten(1, 2)  # (b, ranks·height, k)
+        corrections, R = _factors(stacked)
+        own = group.rank() * height
+        Q = Q @ corrections[:, own : own + height]
+    signs = _signs(R.diagonal(dim1=-2, dim2=-1))
+    return Q[:, :rows] * signs[..., None, :], R * signs[..., None]
 
 
 def _factors(tall: Tensor) -> tuple[Tensor, Tensor]:

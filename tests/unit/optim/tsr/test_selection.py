@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 from collections import Counter
 
+import pytest
+
 from torchtitan_lr.optim.tsr.selection import EMBEDDING, HEAD, TSRSettings, plan_matrices
 
 SHAPES = {
@@ -37,22 +39,17 @@ def test_one_sided_projects_the_shorter_side():
     assert not wide.transposed and (wide.rows, wide.columns) == (16, 40)
 
 
-def test_everything_refreshes_first_and_then_in_turn():
-    plans = plan_matrices(SHAPES, change(stagger=True))
-    assert all(plan.is_due(step=3, refreshes=0) for plan in plans.values())
-    linear = [plan for plan in plans.values() if plan.name != EMBEDDING]
+@pytest.mark.parametrize("start", ["gradient", "random"])
+def test_staggered_refreshes_take_their_turn(start):
+    """Bases of the gradient are needed in the first step; random ones wait for their turn."""
+    plans = plan_matrices(SHAPES, change(stagger=True, start=start)).values()
+    linear = [plan for plan in plans if plan.name != EMBEDDING]
     counts = Counter(step for plan in linear for step in range(1, 11) if plan.is_due(step, 1))
     assert sorted(counts.values()) == [1] * len(linear)
-    together = [p for p in plan_matrices(SHAPES, BASE).values() if p.name != EMBEDDING]
+    assert all(plan.is_due(step=3, refreshes=0) for plan in plans) is (start == "gradient")
+    for plan in plans if start == "random" else ():
+        assert [plan.is_due(step, 0) for step in range(20)] == [
+            plan.is_due(step, 1) for step in range(20)
+        ]
+    together = plan_matrices(SHAPES, BASE).values()
     assert all(plan.is_due(10, 1) and not plan.is_due(9, 1) for plan in together)
-
-
-def test_first_refreshes_take_their_turn_after_a_random_start():
-    plans = plan_matrices(SHAPES, change(stagger=True, start="random"))
-    for plan in plans.values():
-        due = [step for step in range(20) if plan.is_due(step, refreshes=0)]
-        assert due == [step for step in range(20) if plan.is_due(step, refreshes=1)]
-    # The control: bases of the gradient are needed in the first step.
-    others = plan_matrices(SHAPES, change(stagger=True))
-    assert all(plan.is_due(0, 0) for plan in others.values())
-    assert not all(plan.is_due(0, 0) for plan in plans.values())

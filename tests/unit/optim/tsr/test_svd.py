@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torchtitan_lr.optim.tsr.sums import Exchange, Groups, Layout
 from torchtitan_lr.optim.tsr.svd import (
     Batch,
+    Shards,
     _small_svd,
     draw_basis,
     draw_sketches,
@@ -25,14 +25,10 @@ def decaying(m, n, seed=0, ratio=0.3):
     return (u * ratio ** torch.arange(min(m, n), dtype=F64)) @ v.T
 
 
-ALONE = Exchange([Layout()], Groups({}))
-"""Nothing is sharded, and every sum is complete."""
-
-
-def solve_with(gradients, omega, rank, q=1, earlier=(None, None), exchange=ALONE, block=None):
-    batch = Batch(gradients, omega, rank, block or gradients[0].shape, earlier=earlier)
-    (svd,) = randomized_svd([batch], q, exchange)
-    return svd
+def solve_with(gradients, omega, rank, q=1, earlier=(None, None)):
+    """Nothing is sharded, and every sum is complete."""
+    batch = Batch(gradients, Shards((), (), *gradients[0].shape))
+    return randomized_svd(batch, omega, rank, q, earlier)
 
 
 def solve(gradients, rank, width, q=1, seed=0, earlier=(None, None)):
@@ -127,11 +123,6 @@ def test_gram_qr_is_as_exact_as_householders(condition):
     exact_q, exact_r = torch.linalg.qr(tall.double())
     signs = exact_r.diagonal(dim1=1, dim2=2).sign()
     torch.testing.assert_close(q.double(), exact_q * signs[:, None], rtol=0, atol=1e-6)
-    # In fp32 the squared condition number has no digits left.
-    gram = tall.mT @ tall
-    narrow = torch.linalg.cholesky_ex(gram, upper=True).L
-    worse = torch.linalg.solve_triangular(narrow, tall, upper=True, left=False)
-    assert condition == 1 or not (worse.mT @ worse - eye).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -144,7 +135,7 @@ def test_gram_qr_of_fewer_directions_than_columns(rank):
     assert values.isfinite().all() and (values < 1 + 1e-5).all()
 
 
-@pytest.mark.parametrize("size", [(12, 4), (13, 5), (6, 6), (7, 1)])
+@pytest.mark.parametrize("size", [(12, 4), (13, 5), (7, 1)])
 def test_a_random_basis_is_orthonormal_and_covers_every_row(size):
     basis = draw_basis("a:left", size)
     torch.testing.assert_close(basis.T @ basis, torch.eye(size[1], dtype=F64), rtol=0, atol=1e-15)
@@ -155,8 +146,7 @@ def test_a_random_basis_is_orthonormal_and_covers_every_row(size):
 
 
 def test_sketches_depend_on_name_and_refresh_alone():
-    like = torch.zeros(1, dtype=F64)
-    first = draw_sketches([("a", 0), ("b", 0)], (5, 3), like)
-    torch.testing.assert_close(draw_sketches([("b", 0)], (5, 3), like)[0], first[1])
-    other = draw_sketches([("a", 1)], (5, 3), like)[0]
-    assert all((draw - first[0]).abs().max() > 0.1 for draw in (other, first[1]))
+    keys = [("a", 0), ("b", 0), ("a", 1)]
+    found = draw_sketches(keys, (5, 3), torch.zeros(1, dtype=F64))
+    assert torch.equal(draw_sketches(keys[1:], (5, 3), found), found[1:])
+    assert all((other - found[0]).abs().max() > 0.1 for other in found[1:])

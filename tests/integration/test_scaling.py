@@ -1,0 +1,48 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``scaling`` with real runs."""
+
+import json
+import sys
+
+from tests.integration import runs
+
+VALIDATION = "validation_metrics/loss"
+LR = [sys.executable, "-m", "torchtitan_lr"]
+
+
+EXPERIMENT = """
+name = "toy"
+config = "{config}"
+overrides = ["validation.steps=1"]
+seeds = [0, 1]
+tokens_per_parameter = [0.04]
+learning_rates = [3e-3]
+
+[families.full]
+[families.cola]
+
+[sizes.a]
+dim = 16
+ffn_dim = 48
+n_heads = 2
+n_layers = 2
+"""
+
+
+def test_a_scaling_experiment_has_the_losses_of_its_histories(tmp_path):
+    config = runs.write_config(tmp_path / "dump", "llama_full")
+    (tmp_path / "toy.toml").write_text(EXPERIMENT.format(config=config))
+    work = tmp_path / "work"
+    arguments = [tmp_path / "toy.toml", f"--out={work}"]
+    done = runs.run([*LR, "scaling", "run", *arguments, "--jobs=2"])
+    assert done.status == 0, done.everything
+    fitted = runs.run([*LR, "scaling", "fit", *arguments])
+    assert fitted.status == 0, fitted.everything
+    found = json.loads((work / "scaling.json").read_text())
+    assert [(p["family"], p["size"]) for p in found["points"]] == [("full", "a"), ("cola", "a")]
+    for point in found["points"]:
+        folders = sorted(work.glob(f"{point['family']}_a_*"))
+        validated = [[r[VALIDATION] for r in runs.history(f) if VALIDATION in r] for f in folders]
+        losses = [values[-1] for values in validated]
+        assert list(point["losses"].values()) == losses and losses[0] != losses[1]
+    assert fitted.out.strip() == (work / "scaling.md").read_text().strip()

@@ -1,0 +1,204 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Every door to torch's private names opens: what it says is what torch does."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.support.host_reads import reads
+from torchtitan_lr.compat import autograd, dispatch, fake, fsdp, pipelining
+from torchtitan_lr.compat.linalg import convergence_on_device
+
+
+@pytest.fixture
+def two_ranks():
+    """A mesh of two ranks that do not exist."""
+    with fake.fake_process_group(2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+
+@pytest.fixture
+def unit(two_ranks):
+    return fully_shard(nn.Linear(3, 5), mesh=two_ranks)
+
+
+def test_autograd_says_whether_backward_runs_and_which_node():
+    assert autograd.backward_number() is None
+    x = torch.ones(2, requires_grad=True)
+    start = autograd.next_node_number()
+    y = x.exp()
+    end = autograd.next_node_number()
+    z = (y * 2).sum()
+    seen = []
+
+    def note(*_):
+        seen.append((autograd.backward_number(), autograd.running_node_number()))
+
+    y.grad_fn.register_prehook(note)
+    x.register_post_accumulate_grad_hook(note)
+    z.backward()
+    (inside, number), (_, accumulating) = seen
+    assert inside is not None
+    assert start <= number < end
+    assert accumulating is None
+
+
+def test_autograd_the_wrapper_of_checkpointed_modules():
+    inner = nn.Linear(1, 1)
+    wrapper = autograd.checkpoint_wrapper(inner)
+    for whole in (wrapper, nn.Sequential(wrapper)):
+        (found,) = autograd.checkpointed_modules(whole)
+        assert found is inner
+    assert autograd.checkpointed_modules(inner) == []
+    compiled = nn.Sequential(torch.compile(wrapper))
+    assert autograd.checkpointed_modules(compiled) == []
+
+
+def test_dispatch_knows_every_fused_attention_kernel():
+    """Forward operators of torch for attention; those of other devices and the unfused are none."""
+    known = {func.name().removeprefix("aten::") for func in dispatch.ATTENTION_OPERATORS}
+    every = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::_scaled_dot_product")
+    }
+    others = {name for name in every - known if name.endswith(("_backward", "_mps", "_math"))}
+    assert every - others == known
+
+
+def test_fake_dtensor_finds_shapes_where_the_door_is(two_ranks):
+    x = distribute_tensor(torch.ones(4, 6), two_ranks, [Shard(0)], src_data_rank=None)
+    seen = []
+
+    class Watch(fake.RehearsalMode):
+        def _observe(self, func, args, kwargs, out):
+            pass
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            seen.extend([value] * (name == "_finding_shapes"))
+
+    with Watch():
+        x.view(4, 2, 3).sum(1)
+    assert seen
+    assert seen == [1, 0] * (len(seen) // 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_dispatch_counts_products_of_grouped_queries(kv_heads):
+    """2·2·b·heads·s²·d forward, 5/2 of that backward, however many heads keys and values have."""
+    q = torch.zeros(3, 4, 8, 16, device="meta")
+    k = v = torch.zeros(3, kv_heads, 8, 16, device="meta")
+    sdpa = torch.ops.aten._scaled_dot_product_flash_attention
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    forward = 4 * 3 * 4 * 8 * 8 * 16
+    assert dispatch.product_flops(sdpa, (q, k, v, 0.0, True), {}, (q,)) == forward
+    found = dispatch.product_flops(backward, (q, q, k, v, q, q[..., 0]), {}, (q, k, v))
+    assert found == forward * 5 // 2
+    assert dispatch.product_flops(torch.ops.aten.add, (q, q), {}, q) == 0
+
+
+@pytest.mark.parametrize("decompose", [torch.linalg.eigh, torch.linalg.svd])
+def test_the_host_does_not_ask_whether_it_converged_and_nothing_is_lost(decompose):
+    x = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(0)).double()
+    x = x + x.mT
+    expected = decompose(x)
+    assert reads(lambda: decompose(x)) == 1  # the control
+    with convergence_on_device(x.device) as codes:
+        assert reads(lambda: decompose(x)) == 0
+        found = decompose(x)
+        decompose(x.index_fill(0, torch.tensor([1]), torch.nan))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [bool(code.any()) for code in codes] == [False, False, True]
+    assert (codes[-1] != 0).tolist()[:2] == [False, True]
+    with pytest.raises(torch.linalg.LinAlgError):
+        decompose(x.fill_(torch.nan))
+
+
+def test_pipelining_the_actions_of_a_forward_pass():
+    """Torch 2.15 added the waits for sends, without which a schedule is refused."""
+    kinds = set(schedules._ComputationType.__members__)
+    backward = {kind for kind in kinds if kind.endswith("_B") or "BACKWARD" in kind}
+    expected = kinds - backward - {"REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
+    assert {*pipelining._FORWARD} & kinds == expected
+    assert {*pipelining._FORWARD} - kinds <= {"WAIT_SEND_F"}
+    assert "WAIT_SEND_F" in kinds or torch.__version__ < "2.15"
+
+
+def test_fsdp_the_layout_of_a_unit(unit):
+    found = list(fsdp.unit_parameters(unit))
+    assert [size for _, size in found] == [9, 3]  # 5 rows over 2 ranks, padded
+    assert all(a is b for (a, _), b in zip(found, unit.parameters(), strict=True))
+    assert fsdp.param_groups(nn.Linear(1, 1)) == []
+
+
+def test_fsdp_the_calls_of_a_unit(unit):
+    called = []
+
+    def wrap(original):
+        def noted(*args, **kwargs):
+            called.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return noted
+
+    undo = fsdp.wrap_unit_calls(unit, wrap)
+    unit(torch.ones(2, 3)).sum().backward()
+    assert set(called) == {"unshard", "post_backward"}
+    inner = fsdp.wrap_unit_calls(unit, wrap)
+    inner()
+    called.clear()
+    unit(torch.ones(2, 3)).sum().backward()
+    assert set(called) == {"unshard", "post_backward"}  # a ledger's, after another's within it
+    undo()
+    called.clear()
+    unit(torch.ones(2, 3)).sum().backward()
+    assert not called
+
+
+def test_fsdp_the_gradients_that_a_unit_sums(unit):
+    """This rank's own, of two passes of which the first one sums nothing."""
+    norms = []
+    fsdp.watch_gradients(unit, norms)
+    unit.set_requires_gradient_sync(False)
+    unit(torch.ones(2, 3)).sum().backward()
+    assert norms == []
+    unit.set_requires_gradient_sync(True)
+    unit(torch.ones(4, 3)).sum().backward()
+    assert len(norms) == 1
+    ((parameters, found),) = norms
+    assert all(a is b for a, b in zip(parameters, unit.parameters(), strict=True))
+    # 15 and 5 entries, of 2 + 4.
+    torch.testing.assert_close(found, torch.tensor([540.0, 180.0]).sqrt())
+
+
+def test_fsdp_sends_in_another_dtype_than_it_adds_in(unit):
+    """bf16 has no 257, and its sum of 256 and 1 is 256."""
+    fsdp.send_in(unit, torch.bfloat16)
+    unit.set_requires_gradient_sync(False)
+    unit(torch.ones(256, 3)).sum().backward()
+    for _ in range(2):
+        unit(torch.ones(1, 3)).sum().backward()
+    unit.set_requires_gradient_sync(True)
+    unit(torch.ones(3, 3)).sum().backward()  # 261
+    for parameter in unit.parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert (parameter.grad.full_tensor() == 260).all()
+
+
+def test_sums_that_fsdp_reads_at_once(unit):
+    """It casts them, adds them to gradients, or calls hooks; otherwise it only makes views."""
+    unit(torch.ones(2, 3)).sum().backward()
+    sums = torch.ones(12)
+    assert fsdp.reads_sums_at_once(unit, sums)  # gradients are there
+    unit.zero_grad()
+    assert not fsdp.reads_sums_at_once(unit, sums)
+    assert fsdp.reads_sums_at_once(unit, sums.bfloat16())
+    handle = next(unit.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    assert fsdp.reads_sums_at_once(unit, sums)
+    handle.remove()
+    assert not fsdp.reads_sums_at_once(unit, sums)

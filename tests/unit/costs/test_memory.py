@@ -1,0 +1,58 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Estimated memory by hand, and the size of a checkpoint against one that the trainer wrote."""
+
+import math
+
+import pytest
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.commands import ROOT
+from tests.unit.tiny_trainer import tiny_trainer
+from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.costs.described_run import Precision, read_run
+from torchtitan_lr.costs.memory import checkpoint_bytes, gathered_unit_bytes
+from torchtitan_lr.costs.optimizer_costs import STEP_BYTES
+
+DEBUG = ROOT / "train_configs" / "debug_tagc.toml"
+
+
+def test_gathered():
+    units = [{"e": (100,)}, {"b0": (10,)}, {"b1": (10,)}, {"h": (200,)}]
+    precision = Precision(4, 2, 4)
+    # In the head: it and a block whole, its gradients in both dtypes.
+    assert gathered_unit_bytes(units, units[3], True, precision) == 2 * 210 + 6 * 200
+    assert gathered_unit_bytes(units, units[3], False, precision) == 2 * 320 + 6 * 200
+    assert gathered_unit_bytes(units[1:3], None, True, precision) == 2 * 20 + 6 * 10
+    assert gathered_unit_bytes([], None, True, precision) == 0
+
+
+def test_against_a_checkpoint(tmp_path):
+    options = ["--checkpoint.enable", "--training.steps=1", "--lr_scheduler.warmup_steps=1"]
+    with tiny_trainer(tmp_path, *options) as trainer:
+        trainer.train()
+        estimate = checkpoint_bytes(read_run(trainer.job_config, 1))
+    folder = tmp_path / "checkpoint" / "step-1"
+    found = {"weights": 0, "optimizer": 0}
+    counters = 0
+    for name, entry in read_metadata(str(folder)).state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            size = math.prod(entry.size) * entry.properties.dtype.itemsize
+            part = "optimizer" if name.startswith("optimizer.") else "weights"
+            counters += STEP_BYTES * name.endswith(".step")
+            found[part] += 0 if name.endswith(".step") else size
+    assert found["weights"] == estimate["weights"]
+    # `tiny_trainer` turns the parameters into fp64 before the optimizer makes its moments, and
+    # after the checkpoint manager took the fp32 ones.
+    assert counters > 0 and found["optimizer"] == 2 * (estimate["optimizer"] - counters)
+    stored = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    assert 0 < stored - sum(found.values()) < 2**20  # a table per file, the position in the data
+
+
+def test_residuals_of_all_ranks():
+    """TAGC: every rank has its own residual of each compressed unit, nothing else grows."""
+    runs = [read_run(build_job_config([f"--job.config_file={DEBUG}"]), world) for world in (2, 4)]
+    small, large = map(checkpoint_bytes, runs)
+    residuals = small.pop("residuals"), large.pop("residuals")
+    assert residuals[0] > 0 and residuals[1] == pytest.approx(2 * residuals[0], rel=0.01)
+    assert small == large

@@ -1,0 +1,108 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A family and a plan from outside the package are accepted and refused like the others.
+
+That they train, and send what their formulas say, is in tests/distributed.
+"""
+
+import importlib
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.unit.tiny import build_tiny
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import TP_PLANS
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.tp_messages import FORMULAS
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.families import FAMILIES, ModelFamily
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.plan_parts import TPSettings
+from torchtitan_lr.parallel.plans import PLANS
+from torchtitan_lr.titan.specs import REGISTERED_SPECS
+from torchtitan_lr.training.register import register_model_family
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind():
+    yield
+    for module in ("tests.toy_family", "tests.toy_plan"):
+        sys.modules.pop(module, None)
+    for name in ("tanh", "dense2", "lax2"):
+        FAMILIES.pop(name, None)
+        FLAVORS.pop(name, None)
+        REGISTERED_SPECS.pop(f"llama_{name}", None)
+    for registry in (PLANS, FORMULAS):
+        registry.pop("gathered", None)
+    if "gathered" in TP_PLANS:
+        TP_PLANS.remove("gathered")
+
+
+def test_a_linear_is_b_tanh_a():
+    importlib.import_module("tests.toy_family")
+    model = build_tiny("tanh", torch.float64, activation="fullrank")
+    attention, norm = model.layers["1"].attention, model.layers["1"].attention_norm
+    linears = [attention.wq, attention.wk, attention.wv]
+    x = torch.randn(2, 5, 48, dtype=torch.float64)
+    outputs, _ = attention.qkv(x, linears, norm)
+    for linear, out in zip(linears, outputs, strict=True):
+        torch.testing.assert_close(out, linear.B(torch.tanh(linear.A(norm(x)))))
+
+
+@pytest.mark.parametrize(
+    ("toy", "name"),
+    [("family", "--model.name=llama_tanh"), ("plan", "--parallelism.tp_plan=gathered")],
+)
+def test_a_run_of_them_is_accepted(toy, name):
+    # Another folder than ./outputs, whatever runs have left there.
+    arguments = [name, f"--experimental.custom_import=tests.toy_{toy}"]
+    arguments += [
+        "--parallelism.tensor_parallel_degree=2",
+        "--job.dump_folder=./outputs/no_run",
+        "--training.global_batch_size=-1",
+    ]
+    config = build_job_config(arguments)
+    check_job_config(config, 4, "cpu")
+    run = read_run(config, 4)
+    assert run.args.family == ("tanh" if toy == "family" else "cola")
+    assert run.settings.plan == ("gathered" if toy == "plan" else "btp")
+    assert run.args.rank_ffn == FLAVORS["cola"]["debug"].rank_ffn
+
+
+def test_a_toml_may_name_a_plan_of_its_module(tmp_path):
+    toml = tmp_path / "toy.toml"
+    toml.write_text(
+        '[parallelism]\ntp_plan = "gathered"\n[experimental]\ncustom_import = "tests.toy_plan"\n'
+    )
+    assert build_job_config([f"--job.config_file={toml}"]).parallelism.tp_plan == "gathered"
+    with pytest.raises(ConfigError, match=r"'caat', 'gathered'$"):
+        build_job_config(["--parallelism.tp_plan=no_such_plan"])
+
+
+@pytest.mark.parametrize(
+    ("family", "like"),
+    [
+        (ModelFamily("dense2", low_rank=False), "full"),
+        (ModelFamily("lax2", carries_latents=True, gated=True), "lax"),
+    ],
+    ids=["dense", "gated"],
+)
+def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
+    register_model_family(family)
+    args = replace(FLAVORS[family.name]["debug"], lax_gate="scalar" if family.gated else "identity")
+    settings = TPSettings("btp" if args.low_rank else "megatron", comm="sequence")
+    formula = FORMULAS[settings.plan]
+    named_like = formula(replace(args, family=like), settings, 64, 2)
+    assert formula(args, settings, 64, 2) == named_like
+    assert bool(named_like.get("gates")) == family.gated
+
+
+def test_a_module_of_the_working_directory_is_found_and_its_imports_are_told(tmp_path, monkeypatch):
+    (tmp_path / "own_file.py").write_text("import nothing_of_this_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match=r"can be imported .*nothing_of_this_name"):
+        build_job_config(["--experimental.custom_import=own_file"])

@@ -1,0 +1,55 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's device on a CPU, peaks, and the stages of its pipelines."""
+
+import ast
+import inspect
+import math
+
+import pytest
+import torch
+import torchtitan.components.metrics as titan_metrics
+import torchtitan.distributed.pipeline_parallel as titan_pipeline
+import torchtitan.tools.utils as titan_utils
+
+from torchtitan_lr.titan import device
+from torchtitan_lr.titan.specs import stages_built_by
+
+
+@pytest.mark.skipif(device.has_accelerator(), reason="binds a CPU")
+def test_every_loaded_module_of_torchtitan_gets_the_cpu() -> None:
+    device.bind_device()
+    holders = device.device_holders()
+    assert {(titan_utils, "device_type"), (titan_metrics, "device_module")} <= set(holders)
+    assert all(getattr(*each) in ("cpu", device.CPU_DEVICE) for each in holders)
+
+
+def test_peak_memory_of_a_cpu_process_grows_with_what_it_touches() -> None:
+    before = device.CPU_DEVICE.memory_stats()["active_bytes.all.peak"]
+    block = torch.ones(64 * 2**20 // 4 + before // 4)  # larger than anything so far
+    after = device.CPU_DEVICE.memory_stats()["active_bytes.all.peak"]
+    assert after - before > 32 * 2**20
+    assert block.sum() > 0
+    assert device.CPU_DEVICE.get_device_properties().total_memory >= after
+
+
+def test_unknown_peaks_are_nan_and_known_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_accelerator", lambda: True)
+    assert device.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert device.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    # torchtitan's own answer for this one is an A100's peak.
+    assert math.isnan(device.peak_flops("Some Accelerator 9000"))
+
+
+def test_pipelines_build_our_stages() -> None:
+    """torchtitan's one call of PipelineStage has the arguments that `stages_built_by` takes."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(titan_pipeline)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "PipelineStage"
+    ]
+    found = [(len(call.args), [keyword.arg for keyword in call.keywords]) for call in calls]
+    assert found == [(4, ["group"])]
+    upstream = titan_pipeline.PipelineStage
+    with stages_built_by(lambda part, index, *_, group: (part, index, group)):
+        assert titan_pipeline.PipelineStage("part", 3, 4, "cpu", group="pp") == ("part", 3, "pp")
+    assert titan_pipeline.PipelineStage is upstream

@@ -1,0 +1,221 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Torchtitan's container of optimizers, and what builds it for each optimizer of the package."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.entries import ENTRIES
+from torchtitan_lr.optim.groups import rates_of, split
+from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
+from torchtitan_lr.optim.spectral.selection import select_matrices
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
+from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
+
+REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+"""Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
+
+torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[training]``.
+"""
+
+
+class NamedOptimizers(OptimizersContainer):
+    """Optimizers whose groups name their parameters, and whose state exists from the start.
+
+    The state is saved by the names of parameters, so that it loads in any layout. Optimizers have
+    no common parameter; each may have those of all model parts.
+    """
+
+    gradients: TSRAdam  # in the place of `optim.gradients.StoredGradients`; only with TSR-Adam
+
+    def __init__(self, model_parts: list[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self.model_parts, self.optimizers = model_parts, list(optimizers)
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+        init_optimizer_container(self, [p for group in groups for p in group["params"]], {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and hyperparameters as ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
+        found = {}
+        for optimizer in self.optimizers:
+            own = optimizer.state_dict()  # its method may have to settle a rejected step
+            for group in own["param_groups"]:
+                hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                for name, index in zip(group["param_names"], group["params"], strict=True):
+                    for key, value in own["state"].get(index, {}).items():
+                        found[f"state.{name}.{key}"] = value
+                    for key, value in hyper.items():
+                        found[f"param_groups.{name}.{key}"] = value
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into the optimizers' tensors; hyperparameters stay the configured ones."""
+        for name, own in self.state_dict().items():
+            if name.startswith("state."):
+                local_part(own).copy_(local_part(state_dict[name]))
+
+
+class ConfiguredLR(LambdaLR):
+    """`LambdaLR` that loads only the step of a saved schedule.
+
+    The rate of the first resumed step is then the configured schedule's at that step. Torch's own
+    would go on with the saved base rates, whatever the configuration says.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the step of a saved schedule."""
+        step = state_dict["last_epoch"]
+        rates = [base * f(step) for base, f in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        counted = {"last_epoch": step, "_step_count": state_dict["_step_count"]}
+        super().load_state_dict(self.state_dict() | counted | {"_last_lr": rates})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class ShardAdam(torch.optim.Adam):
+    """`torch.optim.Adam` that updates local shards; its state stays DTensors, for checkpoints.
+
+    Adam is elementwise, so each shard can be updated alone. Torch's own step passes lists of
+    DTensors to the dispatcher, which looks up the placements of every parameter on the host.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        # Torch collects parameters, gradients and states here, then updates the collected tensors.
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_part, tensors)
+        return has_complex
+
+
+class ShardAdamW(ShardAdam, torch.optim.AdamW):
+    """`torch.optim.AdamW` that updates local shards."""
+
+
+def adam_with_state(groups: list[dict[str, Any]], config: OptimizerConfig) -> ShardAdam:
+    """Build AdamW, or the Adam that is configured, whose state is there before the first step."""
+    how = config.implementation
+    optimizer = (ShardAdam if config.name == "Adam" else ShardAdamW)(
+        groups,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=how == "fused",
+        foreach=how == "foreach",
+    )
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        # As torch creates it in the first step: a state to load needs tensors.
+        device = local_part(parameter).device if how == "fused" else "cpu"
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def trained_parameters(*model_parts: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of model parts that are trained, by their names on one device."""
+    found: dict[str, Tensor] = {}
+    for part in model_parts:
+        found |= {clean_name(n): p for n, p in part.named_parameters() if p.requires_grad}
+    return found
+
+
+def _grouped(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return torch's groups of parameters, with the rates of ``[optimizer]``."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    return split(parameters.items(), rates_of(config, shapes))
+
+
+def build_adam(
+    model_parts: list[nn.Module], config: OptimizerConfig, parallel_dims: ParallelDims
+) -> NamedOptimizers:
+    """Build Adam or AdamW for every parameter."""
+    adam = adam_with_state(_grouped(trained_parameters(*model_parts), config), config)
+    return NamedOptimizers(model_parts, [adam])
+
+
+def beside_adamw(
+    model_parts: list[nn.Module], config: OptimizerConfig, of_matrices: Callable[..., Optimizer]
+) -> NamedOptimizers:
+    """Build an optimizer for the matrices that its entry says, of all model parts, and AdamW.
+
+    ``of_matrices`` builds it from torch's groups of its named matrices, and the pairs A, B among
+    them. Gradients are those that FSDP2 or DDP leaves: `optim.gradients.StoredGradients`.
+    """
+    parameters = trained_parameters(*model_parts)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    chosen = select_matrices(shapes, ENTRIES[config.name].updates)
+    matrices = {name: p for name, p in parameters.items() if name in chosen.names}
+    others = {name: p for name, p in parameters.items() if name not in chosen.names}
+    optimizers: list[Optimizer] = []
+    if matrices:  # a pipeline stage may have none
+        pairs = [(parameters[a], parameters[b]) for a, b in chosen.pairs]
+        optimizers.append(of_matrices(_grouped(matrices, config), pairs))
+    if others:
+        optimizers.append(adam_with_state(_grouped(others, config), config))
+    return NamedOptimizers(model_parts, optimizers)
+
+
+def build_spectral(
+    model_parts: list[nn.Module], config: OptimizerConfig, parallel_dims: ParallelDims
+) -> NamedOptimizers:
+    """Build the optimizer of the rule that the configuration names, with AdamW for the rest."""
+
+    def of_matrices(
+        groups: list[dict[str, Any]], pairs: list[tuple[Tensor, Tensor]]
+    ) -> SpectralOptimizer:
+        options: Any = config  # whose own keys are not torchtitan's
+        optimizer = SpectralOptimizer(
+            groups, config.name, pairs, momentum=options.momentum, nesterov=options.nesterov
+        )
+        logger.info("%s updates %d matrices of this rank", config.name, len(optimizer.matrices))
+        if gathered := sum(bool(matrix.rows) for matrix in optimizer.matrices):
+            weight = " and the weight" if optimizer.rule.weight_grams else ""
+            logger.info(
+                "%s gathers the momentum%s of %d matrices, whose rank (or shorter side) the "
+                "ranks split: more bytes per step than Gram matrices",
+                *(config.name, weight, gathered),
+            )
+        return optimizer
+
+    return beside_adamw(model_parts, config, of_matrices)
+
+
+def build_tsr(
+    model_parts: list[nn.Module], config: OptimizerConfig, parallel_dims: ParallelDims
+) -> NamedOptimizers:
+    """Build one TSR-Adam for all model parts of a rank, with one exchange for all their cores."""
+    meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
+    replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)
+    parameters = [trained_parameters(part) for part in model_parts]
+    optimizer = TSRAdam(
+        list(chain.from_iterable(_grouped(of_part, config) for of_part in parameters)),
+        TSRSettings.from_config(config),
+        **{name: getattr(config, name) for name in ("beta1", "beta2", "eps")},
+        group=replicas,
+        stages=stages,
+        average=False,
+        wire_dtype=REPLICAS_WIRE.get(model_parts[0]),
+        order=[p for of_part in parameters for p in of_part.values()],
+    )
+    compressed = sum(len(stack.parameters) for stack in optimizer.stacks)
+    logger.info("TSR-Adam compresses %d matrices of this rank", compressed)
+    if replicas is None and "fsdp" in optimizer.groups.sharding:
+        logger.info(
+            "TSR-Adam without replicas: FSDP's reduce-scatter stays dense; only optimizer "
+            "memory is saved. Set parallelism.data_parallel_replicate_degree to save "
+            "communication"
+        )
+    container = NamedOptimizers(model_parts, [optimizer])
+    container.gradients = optimizer
+    return container
