@@ -21,6 +21,7 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (values.check_checkpoint, "files"),
     (values.check_model, ""),
     (support.check_optimizer, ""),
+    (support.check_outer, ""),
     (values.check_vocabulary, "files"),
     (stored.check_stored, "files"),
     (values.check_corpora, "corpora"),

@@ -130,6 +130,26 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
         check_patterns(names, section, merged(names))
 
 
+def check_outer(config: Any, world_size: int, device_type: str) -> None:
+    """Check that outer steps fit the run, its layers, and what sums gradients over replicas."""
+    section, args, entry = config.outer, llama_args(config), ENTRIES[config.optimizer.name]
+    if not section.every:
+        return
+    steps, codec = config.training.steps, config.grad_compression.codec
+    want = f"at most training.steps ({steps}), or 0"
+    require(section.every <= steps, "outer.every", section.every, want)
+    most = min(section.every, args.n_layers if args else 1)
+    want = f"at most {most}: fragments are of whole layers, exchanged in steps of their own"
+    require(section.fragments <= most, "outer.fragments", section.fragments, want)
+    want = f"0 with {entry.name}, which sums over the replicas by itself in every step"
+    require(not entry.sums_replicas, "outer.every", section.every, want)
+    want = "'none' with outer.every > 0: there is no slow sum of gradients left to compress"
+    require(codec == "none", "grad_compression.codec", codec, want)
+    require(not config.checkpoint.enable, "checkpoint.enable", True, "false with outer.every > 0")
+    offload, want = config.training.enable_cpu_offload, "false with outer.every > 0"
+    require(not offload, "training.enable_cpu_offload", offload, want)
+
+
 def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     """Check the schedule, and what would train another model or fail in the first backward."""
     section, recomputation = config.parallelism, config.activation_checkpoint

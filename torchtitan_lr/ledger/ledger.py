@@ -8,7 +8,8 @@ all-reduce or reduce-scatter, the output of an all-gather. Bytes are of one rank
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -125,6 +126,13 @@ class CommLedger(TorchDispatchMode):
             scope, pass_, recompute = STEP, "optimizer", False
         return Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
 
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Count what is sent in a ``with`` block, outside of the model, in a scope of its own."""
+        self._tracker.outside = name
+        yield
+        self._tracker.outside = STEP
+
     def clear(self) -> None:
         """Reset all counts."""
         self._calls.clear()
@@ -135,12 +143,12 @@ class CommLedger(TorchDispatchMode):
         """Return the counts.
 
         Keys are ``scope`` (``block 0`` ..., between pipeline stages ``boundary 0`` ...,
-        ``embedding``, ``head``, ``loss``, ``optimizer``, ``step``), ``pass`` (``forward``,
-        ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``, ``calls``, ``elements``,
-        ``bytes`` and ``overlapped_flops``: the FLOPs of products that this rank issues between
-        start and wait (`Overlap`). With `split_recompute`, collectives that activation
-        checkpointing recomputes have rows of their own with a key ``recompute``; recomputation
-        inside a compiled backward cannot be detected.
+        ``embedding``, ``head``, ``loss``, ``optimizer``, ``outer``, ``step``), ``pass``
+        (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``, ``calls``,
+        ``elements``, ``bytes`` and ``overlapped_flops``: the FLOPs of products that this rank
+        issues between start and wait (`Overlap`). With `split_recompute`, collectives that
+        activation checkpointing recomputes have rows of their own with a key ``recompute``;
+        recomputation inside a compiled backward cannot be detected.
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
@@ -158,7 +166,7 @@ class CommLedger(TorchDispatchMode):
 
 def reading_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the place of a row: its position in the model, then its pass and operation."""
-    scopes = ("embedding", "block", "boundary", "head", "loss", "optimizer", "step")
+    scopes = ("embedding", "block", "boundary", "head", "loss", "optimizer", "outer", "step")
     passes = ("forward", "backward", "optimizer")
     name, _, index = row["scope"].partition(" ")
     rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))

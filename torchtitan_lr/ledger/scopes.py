@@ -19,6 +19,7 @@ from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.fsdp import wrap_unit_calls
 
 STEP = "step"  # scope of all calls outside the model and its loss: clipping, TSR-Adam, logging
+OUTER = "outer"  # scope of the exchanges of replicas that train apart
 OPTIMIZER = "optimizer"  # scope of the calls in the step of an optimizer that the ledger was given
 
 LOSS = "loss"
@@ -34,6 +35,7 @@ class ScopeTracker:
         self.hooks = ExitStack()
         keep = self.hooks.enter_context  # a handle, which is removed at the end
         self._in_optimizer = False
+        self.outside = STEP
         self.reducing = False
         self._stack: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
@@ -75,7 +77,7 @@ class ScopeTracker:
             return self._owner or self._last, "backward", self._recomputing > 0
         if self._owner or self._stack:
             return self._owner or self._stack[-1], "forward", False
-        return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
+        return (LOSS, "forward", False) if self._in_loss else (self.outside, "optimizer", False)
 
     def _step(self, runs: bool) -> None:
         self._in_optimizer = runs

@@ -15,7 +15,8 @@ here is placed as its parameter, so that layouts inside a replica do not matter.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +96,7 @@ class OuterSteps:
         common: The common weights by name, as after the last exchange.
         momentum: The outer momentum by name.
         residual: What rounding has left of this replica's messages, by name; empty without it.
+        together: Whether the parameters are the common weights, as after an exchange of all.
     """
 
     def __init__(
@@ -107,26 +109,48 @@ class OuterSteps:
         # ``fragments`` says of each parameter in which fragment it is exchanged.
         self.settings, self._replicas = settings, replicas
         self._size = 1 if replicas is None else dist.get_world_size(replicas)
-        self._parameters, self._fragments = dict(parameters), dict(fragments)
+        self.parameters, self._fragments = dict(parameters), dict(fragments)
+        self.together = True
         self.common = {name: copy_of(p) for name, p in parameters.items()}
         self.momentum = {name: zeros_like(p) for name, p in parameters.items()}
         self.residual: dict[str, Tensor] = {}
         if settings.bits < 32 and settings.feedback:
             self.residual = {name: zeros_like(p) for name, p in parameters.items()}
 
+    def message_bytes(self) -> int:
+        """Return the bytes that this rank sends each other replica of all fragments together."""
+        total = 0
+        for fragment in range(self.settings.fragments):
+            parts = [local_part(self.common[name]) for name in self._names({fragment})]
+            entries = sum(part.numel() for part in parts)
+            if self.settings.bits == 32:
+                total += sum(part.nbytes for part in parts)
+            elif entries:
+                total += coded_bytes(entries, self.settings.bits)
+        return total
+
+    def _names(self, fragments: Container[int]) -> list[str]:
+        return [name for name, fragment in self._fragments.items() if fragment in fragments]
+
     @torch.no_grad()
-    def after(self, step: int, last: bool = False) -> bool:
+    def after(
+        self, step: int, last: bool = False, sending: AbstractContextManager[object] | None = None
+    ) -> bool:
         """Exchange the fragments that are due after a step, all of them after the last one.
 
         Call it on every rank. It returns False, and has changed nothing, if a rank's mean is not
-        finite.
+        finite. The messages are sent inside of ``sending``.
         """
         due = range(self.settings.fragments) if last else self.settings.due(step)
-        names = [name for name, fragment in self._fragments.items() if fragment in due]
         if not due:
+            self.together = False
             return True
-        changes = torch.cat([self._change(name) for name in names])  # (n,): Δₖ + eₖ
-        mean, sent = self._mean(changes)
+        names = self._names(due)
+        none = local_part(next(iter(self.common.values()))).new_empty(0)
+        # A pipeline rank may have nothing of a fragment.
+        changes = torch.cat([none, *(self._change(name) for name in names)])  # (n,): Δₖ + eₖ
+        with sending or nullcontext():
+            mean, sent = self._mean(changes) if names else (none, none)
         if not finite_everywhere(mean):
             return False
         left = changes.sub_(sent)
@@ -136,10 +160,11 @@ class OuterSteps:
             if self.residual:
                 own = local_part(self.residual[name])
                 own.copy_(rest.view_as(own))
+        self.together = len(due) == self.settings.fragments
         return True
 
     def _change(self, name: str) -> Tensor:
-        change = local_part(self.common[name]) - local_part(self._parameters[name])
+        change = local_part(self.common[name]) - local_part(self.parameters[name])
         if self.residual:
             change += local_part(self.residual[name])
         return change.flatten()
@@ -166,7 +191,7 @@ class OuterSteps:
     def _step(self, name: str, delta: Tensor) -> None:
         """Step a parameter along the mean change Δ (n,), from the common weights on."""
         eta, mu, nesterov = self.settings.lr, self.settings.momentum, self.settings.nesterov
-        common, own = local_part(self.common[name]), local_part(self._parameters[name])
+        common, own = local_part(self.common[name]), local_part(self.parameters[name])
         momentum, delta = local_part(self.momentum[name]), delta.view_as(common)
         # θ - η (Δ + μ (μ m + Δ)), or θ - η (μ m + Δ), with θ - Δ as the replicas' mean: what a
         # single replica has trained stays bit for bit with η = 1 and μ = 0.

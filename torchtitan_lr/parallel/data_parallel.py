@@ -2,8 +2,9 @@
 """Data parallelism with summed gradients: FSDP2, HSDP and replication.
 
 The trainer divides the loss by the valid tokens of the *global* batch, so every wrapper is set to
-sum. An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients summed over the
-shards only: FSDP2 wraps the model with the shard mesh, of size 1 under pure replication.
+sum. An optimizer that reduces over the replicas itself (TSR-Adam), or whose replicas train apart
+between outer steps, gets gradients summed over the shards only: FSDP2 wraps the model with the
+shard mesh, of size 1 under pure replication.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,9 +44,8 @@ def apply_data_parallel(
     # Mixed precision means the same in every layout, so that a model without data parallelism is
     # wrapped too: weights, activations and the residual stream in ``mixed_precision_param``, master
     # weights and sums of micro-batches in fp32, gradients sent in ``mixed_precision_reduce``.
-    # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = parallel_dims.dp_replicate_enabled
-    owned = owned and ENTRIES[job_config.optimizer.name].sums_replicas
+    # FSDP2 must not sum over the replicas if an optimizer or a compressor does, or if nobody does.
+    owned = parallel_dims.dp_replicate_enabled and apart(job_config)
     compresses = job_config.grad_compression.codec != "none"
     training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
@@ -78,6 +78,11 @@ def apply_data_parallel(
             REPLICAS_WIRE[model] = torch.bfloat16
         if mesh is not None and mesh.size() > 1:
             round_on_the_wire(model)
+
+
+def apart(job_config: Any) -> bool:
+    """Return whether a replica's gradient is its own: not summed over replicas by FSDP2."""
+    return ENTRIES[job_config.optimizer.name].sums_replicas or job_config.outer.every > 0
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

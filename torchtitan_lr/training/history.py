@@ -14,6 +14,7 @@ HISTORY_FILE = "metrics.jsonl"
 # Keys of a logged step; losses are in nats per token.
 TRAIN_LOSS = "loss_metrics/global_avg_loss"
 INTERVAL_LOSS = "interval_loss"  # mean of the steps since the one before it, or since a resume
+OUTER_COMMON = "outer/common"  # 1 if replicas that train apart have the same weights after the step
 TOKENS_SEEN = "n_tokens_seen"  # of all ranks since the run's first step
 RATE = "lr"
 TOKENS_PER_S = "throughput/tokens_per_s"  # of all ranks together

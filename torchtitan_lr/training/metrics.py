@@ -228,6 +228,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / history.HISTORY_FILE)
         self.seconds = 0.0  # of training since the last logged step: no validation, no saving
         self._last_logged_step = 0
+        self.together: bool | None = None  # whether replicas that train apart have common weights
 
     def should_log(self, step: int) -> bool:
         """Log the first step, every ``metrics.log_freq`` steps and the last one."""
@@ -321,6 +322,8 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         return "  ".join(parts)
 
     def _write(self, metrics: dict[str, Any], step: int) -> None:
+        if self.together is not None:
+            metrics = metrics | {history.OUTER_COMMON: int(self.together)}
         if self.history is not None:
             self.history.log(metrics, step)
         self.logger.log(metrics, step)
@@ -334,6 +337,8 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         seconds = metrics.get(history.VALIDATION_SECONDS)
         took = "" if seconds is None else f"  in {seconds:.1f} s"
         values = f"loss {loss:.5f}  perplexity {history.perplexity(loss):,.2f}"
+        if self.together is not None:
+            took += "  (the common weights)" if self.together else "  (each replica's own weights)"
         console.info(f"validation after step {step}  {values}{took}")
 
     def write_summary(self, step: int, checkpoint: str | None) -> None:
