@@ -4,18 +4,27 @@
 What an outer step does to a parameter, and how messages are coded, is in `tests/unit/optim`.
 """
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.test_layout import RUN, on_paper
 from tests.distributed.training import small_trainer, train
+from tests.support import layout_runs
+from tests.support.layout_runs import SAVED
 from tests.support.parity_runs import EXACT, degrees, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.costs.optimizer_costs import OuterCost
+from torchtitan_lr.costs.step_traffic import compare, differences
 from torchtitan_lr.optim.containers import NamedOptimizers, trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer
+from torchtitan_lr.training.history import read_history
+from torchtitan_lr.training.verdict import NonFiniteError
 
 COLA = ["--model.name=llama_cola", "--training.steps=4", "--lr_scheduler.warmup_steps=0"]
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
@@ -100,21 +109,124 @@ def test_replicas_are_plain_models_with_norms_of_their_own(two_ranks: RankPool) 
         assert gap < 2e-6 and norm > 0.5
 
 
-LAYOUTS = [[], ["--outer.bits=4"], ["--outer.fragments=2"]]
+SAVING = [*RUN, *APART, "--validation.dataset=training", "--validation.steps=1"]
+PURE = [*SAVING, *degrees(local_batch=4)]
 
 
-@pytest.mark.parametrize("more", LAYOUTS, ids=["plain", "4bits", "fragments"])
-def test_layouts_inside_a_replica_change_nothing(
-    more: list[str], two_ranks: RankPool, four_ranks: RankPool
+def outer_bytes(rows: list[dict[str, Any]]) -> list[tuple[str, str, int]]:
+    own = [row for row in rows if row["scope"] == "outer"]
+    assert all(row["mesh_dim"] == "dp_replicate" for row in own)
+    return [(row["op"], row["dtype"], row["elements"]) for row in own]
+
+
+@pytest.mark.parametrize(
+    ("bits", "op", "dtype"), [(32, "all_reduce", "float64"), (4, "all_gather", "uint8")]
+)
+def test_a_resume_is_exact_and_bytes_are_those_of_exchanges(
+    bits: int, op: str, dtype: str, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
 ) -> None:
-    options = [*APART, *more]
-    expected = two_ranks.run(train, [*options, *degrees(local_batch=4)])[0]
-    layouts = [degrees(local_batch=2), degrees(tensor=2, local_batch=4)]
-    if more:  # blocks of common scales are cut otherwise by other layouts
-        layouts = [degrees(pipeline=2, local_batch=4)]
-    for layout in layouts:
-        run = four_ranks.run(train, [*options, *layout])[0]
-        if "--outer.bits=4" in more:
-            assert run["losses"][:3] == pytest.approx(expected["losses"][:3], rel=EXACT)
-        else:
-            assert largest_difference(run, expected) < EXACT
+    arguments, other = [*PURE, f"--outer.bits={bits}"], str(tmp_path / "other")
+    ranks = two_ranks.run(layout_runs.examine, arguments, other, False)
+    run = ranks[0]
+    assert run["resumed"] == {"difference": 0.0, "logged": True}
+    entries = sum(value.size for value in run["parameters"].values())
+    sent = entries if bits == 32 else 2 * -(-entries // 128) * (64 + 4)
+    for rank in ranks:
+        assert rank["rejected"]["changed"] == [] and rank["rejected"]["trains"]
+        found = [outer_bytes(rows) for rows in rank["sent"]]
+        assert found == [[], [], [(op, dtype, sent)], [(op, dtype, sent)]]
+        paper, dtypes = on_paper(arguments, 2)
+        assert isinstance(paper.optimizer, OuterCost)
+        (stated,) = paper.optimizer.exchanges(0)
+        own = [row for row in rank["sent"][2] if row["scope"] == "outer"]
+        assert not differences(compare(own, [stated], dtypes))
+        gradients = [row for row in rank["sent"][0] if row["pass"] == "backward"]
+        assert not gradients
+    # After the first exchange and after the last step, and not where the run was saved.
+    history = read_history(Path(run["dump_folder"]) / "metrics.jsonl")
+    assert {r["step"]: r["outer/common"] for r in history} == {1: 0, 2: 0, 3: 1, 4: 1}
+    if bits == 32:
+        for layout in (degrees(local_batch=2), degrees(tensor=2, local_batch=4)):
+            folder = str(shutil.copytree(other, tmp_path / str(len(list(tmp_path.iterdir())))))
+            again = four_ranks.run(layout_runs.go_on, [*SAVING, *layout], folder)[0]
+            assert largest_difference(again, run) < EXACT
+    check_another_number(f"{other}/checkpoint/step-{SAVED}", bits, two_ranks, four_ranks)
+
+
+def check_another_number(step: str, bits: int, two: RankPool, four: RankPool) -> None:
+    """Replica k takes the saved replica k mod K, and no residual; the model is the common one."""
+    options = [*SAVING, f"--outer.bits={bits}", f"--checkpoint.initial_load_path={step}"]
+    options.append("--checkpoint.no_initial_load_model_only")
+    same = two.run(loaded, [*options, *degrees(local_batch=4)])
+    replicas = "--parallelism.data_parallel_replicate_degree=4"
+    more = four.run(loaded, [*options, *degrees(local_batch=2), replicas])
+    for state in ("weights", "moments"):
+        assert not same[0][state].equal(same[1][state])
+        for k in range(4):
+            assert more[k][state].equal(same[k % 2][state])
+    for rank in (*same, *more):
+        # No exchange has been yet.
+        assert rank["common"].equal(rank["drawn"])
+        assert (rank["residual"] is None) is (bits == 32)
+
+
+def loaded(arguments: list[str]) -> dict[str, Any]:
+    """Return what this rank has loaded of one matrix."""
+    with small_trainer(arguments) as trainer:
+        name = "layers.0.attention.wq.A.weight"
+        weight = trained_parameters(*trainer.model_parts)[name]
+        drawn = local_part(weight).detach().clone()
+        trainer.checkpointer.load(step=-1)
+        (adamw,) = trainer.optimizers.optimizers
+        residual = trainer.outer.residual.get(name)
+        return {
+            "drawn": drawn,
+            "weights": local_part(weight).detach().clone(),
+            "moments": local_part(adamw.state[weight]["exp_avg"]).clone(),
+            "common": local_part(trainer.outer.common[name]).clone(),
+            "residual": None if residual is None else local_part(residual).clone(),
+        }
+
+
+def spoilt_exchange() -> tuple[str, bool]:
+    """Return what is raised where a replica's weights are NaN, and whether others are as before."""
+    with small_trainer([*APART, *degrees(local_batch=4)]) as trainer:
+        batches, apply = iter(trainer.dataloader), trainer.apply
+        weight = local_part(next(trainer.model_parts[0].parameters()))
+
+        def spoil(verdict: Any) -> None:
+            apply(verdict)
+            if trainer.step == 3 and dist.get_rank() == 1:
+                weight.data.view(-1)[0] = torch.nan
+
+        trainer.apply = spoil
+        before = [local_part(value).clone() for value in trainer.outer.common.values()]
+        try:
+            for trainer.step in (1, 2, 3):
+                trainer.train_step(batches)
+        except NonFiniteError as error:
+            after = map(local_part, trainer.outer.common.values())
+            return str(error), all(a.equal(b) for a, b in zip(before, after, strict=True))
+    raise AssertionError("nothing was raised")
+
+
+def test_what_is_not_finite_is_not_exchanged(two_ranks: RankPool) -> None:
+    line = "step 3: an exchange of the replicas' weights is not finite; last good checkpoint: none"
+    assert two_ranks.run(spoilt_exchange) == [(line, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [
+        ([], degrees(local_batch=2)),
+        ([], degrees(tensor=2, local_batch=4)),
+        (["--outer.fragments=2"], degrees(pipeline=2, local_batch=4)),
+    ],
+    ids=["fsdp", "tensor", "pipeline-fragments"],
+)
+def test_layouts_inside_a_replica_change_nothing(
+    more: list[str], layout: list[str], two_ranks: RankPool, four_ranks: RankPool
+) -> None:
+    expected = two_ranks.run(train, [*APART, *more, *degrees(local_batch=4)])[0]
+    run = four_ranks.run(train, [*APART, *more, *layout])[0]
+    assert largest_difference(run, expected) < EXACT

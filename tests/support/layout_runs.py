@@ -13,9 +13,10 @@ from tests.distributed.training import known_setup, spoil_last_block
 from tests.support import parity_runs
 from tests.support.documents import masks_of_blocks
 from tests.support.parity_runs import full_parameters, largest_difference
-from torchtitan_lr.checkpoints.folders import RESIDUALS
+from torchtitan_lr.checkpoints.folders import OUTER, RESIDUALS
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.models import ends
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.tsr import algorithm
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training import figures
@@ -44,9 +45,10 @@ class Watched(Trainer):
         super().train_step(data_iterator)
         self.sent.append(self._ledger.rows() if self._ledger else [])
         if self.step == 1:
-            self.first = self._held() | {"parameters": full_parameters(self.model_parts)}
+            parts = self.model_parts if self.outer is None else []  # else each replica's own
+            self.first = self._held() | {"parameters": full_parameters(parts)}
             # TSR-Adam's are those of one replica.
-            own = [] if hasattr(self.optimizers, "gradients") else self.model_parts
+            own = [] if hasattr(self.optimizers, "gradients") else parts
             self.first["gradients"] = full_parameters(own, what=lambda parameter: parameter.grad)
 
     def _held(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class Watched(Trainer):
         ):
             super().train_step(batches)
         after = self._saved_tensors()
-        assert before.keys() == after.keys()
+        assert before.keys() <= after.keys()  # after an exchange no replica's own weights are saved
         changed = [name for name, value in before.items() if not value.equal(after[name])]
         self.step += 1
         super().train_step(iter(self.dataloader))
@@ -88,9 +90,10 @@ class Watched(Trainer):
     def _saved_tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's weights, and of the optimizers' and codecs' states."""
         found: dict[str, torch.Tensor] = {}
-        for name in ("model", "optimizer", RESIDUALS):
+        for name in ("model", "optimizer", RESIDUALS, OUTER):
             if name in self.checkpointer.states:
                 _collect(name, self.checkpointer.states[name].state_dict(), found)
+        _collect("own", [*trained_parameters(*self.model_parts).values()], found)
         return found
 
 

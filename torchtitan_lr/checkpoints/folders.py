@@ -39,7 +39,10 @@ RESIDUALS = "grad_compression"
 TRAIN_STATE = "train_state"
 """Key of a run's counters: a checkpoint without them holds only the model."""
 
-TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS)
+OUTER = "outer"
+"""Key of what outer steps have: momentum, and each replica's own weights and residuals."""
+
+TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS, OUTER)
 """All states of a checkpoint except the model's parameters, which are at its top level."""
 
 DISCARDED, ASIDE = "discarded-", "aside-"

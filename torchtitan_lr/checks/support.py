@@ -145,7 +145,6 @@ def check_outer(config: Any, world_size: int, device_type: str) -> None:
     require(not entry.sums_replicas, "outer.every", section.every, want)
     want = "'none' with outer.every > 0: there is no slow sum of gradients left to compress"
     require(codec == "none", "grad_compression.codec", codec, want)
-    require(not config.checkpoint.enable, "checkpoint.enable", True, "false with outer.every > 0")
     offload, want = config.training.enable_cpu_offload, "false with outer.every > 0"
     require(not offload, "training.enable_cpu_offload", offload, want)
 

@@ -35,6 +35,9 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     begins = parts["activations"] + parts["working"]
     ends = parts["gradients"] + round(rehearsal.block)
     moving = parts["gradients"] + begins if run.rounds > 1 else max(begins, ends)
+    # An outer step comes after backward.
+    exchange = run.optimizer.exchange_bytes(run.pieces_of(pp_rank))
+    moving = max(moving, parts["gradients"] + exchange)
     standing = parts["weights"] + parts["optimizer"] + parts["buffers"]
     return parts | {"peak": standing + moving}
 
@@ -123,7 +126,7 @@ def gathered_unit_bytes(
 def checkpoint_bytes(run: Run) -> dict[str, int]:
     """Return the bytes of a checkpoint of all ranks together by part; each tensor is in it once."""
     weights = run.precision.parameter * elements(run.global_shapes)
-    parts = {"weights": weights, "optimizer": run.optimizer.state_bytes(run.global_shapes)}
+    parts = {"weights": weights, "optimizer": run.optimizer.saved_bytes(run.global_shapes)}
     if run.compresses:
         parts["residuals"] = _residual_bytes(run) * run.world
     return parts

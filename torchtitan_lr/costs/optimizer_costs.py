@@ -22,6 +22,8 @@ from torchtitan_lr.costs.gram_messages import (
 from torchtitan_lr.costs.messages import Traffic, element_size, merge
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.errors import require
+from torchtitan_lr.ledger.scopes import OUTER
+from torchtitan_lr.optim.outer import OuterSettings, coded_bytes, layer_fragments
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 
@@ -94,8 +96,16 @@ class OptimizerCost:
         size = MOMENTS * self.run.precision.parameter
         return sum(STEP_BYTES + size * prod(piece) for piece in pieces.values())
 
+    def saved_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of what a checkpoint has of them."""
+        return self.state_bytes(pieces)
+
     def buffer_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes that it holds besides the states."""
+        return 0
+
+    def exchange_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes that it needs when activations are gone."""
         return 0
 
     def work(self, pp_rank: int) -> OptimizerWork:
@@ -109,6 +119,83 @@ class OptimizerCost:
     def model_flops(self) -> float:
         """Return the FLOPs of products that grow with the model alone, each once."""
         return 0.0
+
+
+class OuterCost(OptimizerCost):
+    """Of replicas that train apart: another optimizer's, and outer steps'."""
+
+    def __init__(self, run: Run, inner: OptimizerCost) -> None:
+        super().__init__(run)
+        self.inner, self.settings = inner, OuterSettings(**vars(run.config.outer))
+        self._rounds = self.settings.bits < 32
+        # What is held of each parameter: common weights, momentum and a residual.
+        self._copies = 2 + (self._rounds and self.settings.feedback)
+
+    def traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what a step without an exchange sends."""
+        return self.inner.traffic(pp_rank)
+
+    def exchanges(self, pp_rank: int) -> list[Traffic]:
+        """Return what a rank sends for each fragment that it has a part of."""
+        run, fragments, rows = self.run, self.settings.fragments, []
+        pieces = run.pieces_of(pp_rank) if run.replicas > 1 else {}
+        places = layer_fragments(pieces, run.args.n_layers, fragments)
+        for fragment in range(fragments):
+            entries = sum(prod(p) for name, p in pieces.items() if places[name] == fragment)
+            op, role, size = "all_reduce", "outer", entries
+            if self._rounds:
+                op, role = "all_gather", "index"
+                size = run.replicas * coded_bytes(entries, self.settings.bits)
+            if entries:
+                rows.append(Traffic(OUTER, "optimizer", op, role, 1, size, "dp_replicate"))
+        return rows
+
+    def mean_traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what an average step sends, rounded."""
+        every, rows = self.settings.every, merge(self.exchanges(pp_rank))
+        mean = [
+            replace(row, calls=round(row.calls / every), elements=round(row.elements / every))
+            for row in rows
+        ]
+        return self.inner.mean_traffic(pp_rank) + mean
+
+    def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
+        """Return what steps without and with an exchange of a fragment send, and average ones."""
+        largest = sorted(self.exchanges(pp_rank), key=lambda row: row.elements)[-1:]
+        ordinary = self.traffic(pp_rank)
+        average = self.mean_traffic(pp_rank)
+        return {"ordinary": ordinary, "exchange": ordinary + largest, "average": average}
+
+    def state_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of the inner states, common weights, momentum and residual."""
+        own = self._copies * self.run.precision.parameter * sum(map(prod, pieces.values()))
+        return self.inner.state_bytes(pieces) + own
+
+    def saved_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of momentum, and of each replica's states, weights and residual."""
+        weights = self.run.precision.parameter * sum(map(prod, pieces.values()))
+        of_replica = self.inner.state_bytes(pieces) + (self._copies - 1) * weights
+        return weights + self.run.replicas * of_replica
+
+    def buffer_bytes(self, pieces: NamedShapes) -> int:
+        """Return what the inner optimizer holds besides the states."""
+        return self.inner.buffer_bytes(pieces)
+
+    def exchange_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of changes, messages and sums of all fragments, as after a last step."""
+        entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
+        if not self._rounds:
+            return 3 * size * entries
+        messages = (1 + self.run.replicas) * coded_bytes(entries, self.settings.bits)
+        return (2 * size + 3 * 4) * entries + messages
+
+    def work(self, pp_rank: int) -> OptimizerWork:
+        """Return the inner optimizer's: an exchange every so many steps adds little."""
+        return self.inner.work(pp_rank)
+
+    def model_flops(self) -> float:
+        """Return the inner optimizer's."""
+        return self.inner.model_flops()
 
 
 class MatrixCost(OptimizerCost):

@@ -116,7 +116,7 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
             codec = run.compression.codec
             for op, role, size in exchange_traffic(exchanges[name], codec, run.replicas > 1):
                 rows.append(backward(op, [size], role, scope, crossed))
-        elif run.replicas > 1 and not run.entry.sums_replicas:
+        elif run.replicas > 1 and not run.apart:
             rows.append(backward("all_reduce", [piece], "gradient", scope, "dp_replicate"))
     return merge(rows)
 
@@ -159,7 +159,7 @@ def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
         found[wire] = sum(
             row.elements * element_size(row, other.wire_dtypes)
             for row in (*_data(other, pp_rank), *optimizer)
-            if row.role in ("gradient", "index", "core", "sketch")
+            if row.role in ("gradient", "index", "core", "sketch", "outer")
         )
     return found
 

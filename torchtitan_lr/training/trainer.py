@@ -46,6 +46,7 @@ from torchtitan_lr.training import history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import identity_of, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor, described_layout
+from torchtitan_lr.training.outer_states import OuterStates
 from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, check_same_data
 from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of, why_eager
 from torchtitan_lr.training.validate import Validator
@@ -101,8 +102,12 @@ class Trainer(TitanTrainer):
             "dataloader": self.dataloader.dataset.identity,
         }
         self.outer: OuterSteps | None = None
+        # Replicas that train apart have as many norms as gradients.
+        self._apart, self._replica = 1, 0
         if job_config.outer.every:
             self.outer = self.build_outer()
+            states = OuterStates(self.outer, self.optimizers, self._replica, self._apart)
+            states.replace_in(self.checkpointer.states)
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
@@ -114,8 +119,10 @@ class Trainer(TitanTrainer):
         parameters = trained_parameters(*self.model_parts)
         layers = self.model_parts[0].model_args.n_layers
         fragments = layer_fragments(parameters, layers, settings.fragments)
-        mesh = self.parallel_dims.get_optional_mesh("dp_replicate")
-        replicas = None if mesh is None else mesh.get_group()
+        replicas = None
+        if (mesh := self.parallel_dims.get_optional_mesh("dp_replicate")) is not None:
+            replicas = mesh.get_group()
+            self._apart, self._replica = mesh.size(), mesh.get_local_rank()
         return OuterSteps(parameters, fragments, settings, replicas)
 
     def build_step(self) -> None:
@@ -123,10 +130,6 @@ class Trainer(TitanTrainer):
         config, dims = self.job_config, self.parallel_dims
         # An optimizer that sums over the replicas itself has gradients of its own.
         own = getattr(self.optimizers, "gradients", None)
-        # Replicas that train apart have as many norms as gradients.
-        self._apart, self._replica = 1, 0
-        if self.outer is not None and (mesh := dims.get_optional_mesh("dp_replicate")) is not None:
-            self._apart, self._replica = mesh.size(), mesh.get_local_rank()
         stages = dims.get_optional_mesh("pp")
         self.gradients = own or StoredGradients(self.model_parts, stages, self._apart)
         seconds = self.metrics_processor.data_loading_times
@@ -338,6 +341,8 @@ class Trainer(TitanTrainer):
     def _start(self) -> None:
         """Write and print what is known of the run once its checkpoint is loaded."""
         self.before_start()
+        if self.outer is not None:
+            self.metrics_processor.together = self.outer.together
         changed = self.write_record() or self.job_config.checkpoint.load_step != -1
         self._first_step = self.step
         self.metrics_processor.start_after(self.step, self.checkpointer.run, differs=changed)
