@@ -230,3 +230,28 @@ def test_layouts_inside_a_replica_change_nothing(
     expected = two_ranks.run(train, [*APART, *more, *degrees(local_batch=4)])[0]
     run = four_ranks.run(train, [*APART, *more, *layout])[0]
     assert largest_difference(run, expected) < EXACT
+
+
+RICH = {
+    "hsdp-muon": [*degrees(local_batch=2), "--optimizer.name=Muon", "--outer.bits=4"],
+    "context-low_rank": [
+        *degrees(local_batch=4),
+        "--parallelism.context_parallel_degree=2",
+        "--activation_checkpoint.mode=low_rank",
+        "--outer.bits=2",
+    ],
+    "pipeline-spectron": [
+        *(*degrees(pipeline=2, local_batch=4), "--optimizer.name=Spectron"),
+        *("--outer.bits=8", "--outer.no_feedback"),
+    ],
+}
+
+
+@pytest.mark.parametrize("more", RICH.values(), ids=RICH.keys())
+def test_fragments_resume_and_reject_in_layouts(
+    more: list[str], four_ranks: RankPool, tmp_path: Path
+) -> None:
+    arguments, other = [*SAVING, *more, "--outer.fragments=2"], str(tmp_path / "other")
+    for rank in four_ranks.run(layout_runs.examine, arguments, other, False):
+        assert rank["resumed"]["logged"] and rank["resumed"]["difference"] == 0.0
+        assert rank["rejected"]["changed"] == [] and rank["rejected"]["trains"]
