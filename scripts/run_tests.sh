@@ -43,7 +43,6 @@ stage() {
 style() {
     stage "ruff check" ruff check .
     stage "ruff format --check" ruff format --check .
-    stage "mypy" mypy
 }
 
 # in_background STAGE...: runs a stage, whose output comes at the end.
@@ -64,6 +63,7 @@ everything() {
     in_background "whole runs" pytest tests/integration --durations=10 "$@"
     PRIORITY="nice -n 5" in_background "units" pytest tests/unit tests/gpu -n auto \
         --dist worksteal --durations=10 "$@"
+    stage "mypy" mypy
     stage "ranks" pytest tests/distributed --durations=15 "$@"
     wait $background
     background=
@@ -81,6 +81,7 @@ case ${1:-} in
         ;;
     *)
         style
+        stage "mypy" mypy
         stage "pytest" pytest "$@"
         ;;
 esac

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.record import read_step
@@ -44,7 +45,7 @@ def stopped(stopped_run: Path, tmp_path: Path) -> str:
     return str(shutil.copytree(stopped_run, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["async", *nightly("disabled")])
 def test_a_signal_saves_and_the_run_resumes_exactly(
     mode: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:

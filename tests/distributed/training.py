@@ -58,21 +58,6 @@ def small_trainer(arguments: list[str]) -> Iterator[Any]:
     trainer.close()
 
 
-LOSS_GAP = 0.01
-"""
-Limit of `loss_gap` for runs of five steps whose gradients or weights are rounded to bf16: four
-times what another order of the sums changes on one process (0.0025, measured with TSR-Adam). A
-rank of 8 for 12 gives 0.10, a gradient averaged once too often 0.16.
-"""
-
-
-def loss_gap(losses: list[float], expected: list[float], least_fall: float = 0.1) -> float:
-    """Return the largest difference of two runs' losses, over what the expected ones fell."""
-    fallen = expected[0] - expected[-1]
-    assert fallen > least_fall, "training did nothing"
-    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)) / fallen
-
-
 @contextmanager
 def known_setup() -> Iterator[None]:
     """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.

@@ -17,15 +17,6 @@ def test_parity_with_fp64(family, device):
         assert errors["loss"] < gpu.LIMITS[precision]
 
 
-@pytest.mark.parametrize(("part", "key"), [("block", "speed_up"), ("context", "over_a_share")])
-def test_parts_of_one_rank(part, key, tmp_path):
-    out = tmp_path / "gpu.json"
-    assert gpu.main(["--device=cpu", "--small", f"--parts={part}", f"--out={out}"]) == 0
-    rows = json.loads(out.read_text())["parts"][part]
-    found = [row for row in rows if "kernel" not in row or key in row]
-    assert found and all(row[key] > 0 for row in found)
-
-
 def test_a_rehearsal(tmp_path, request):
     if not request.config.getoption("--full"):
         pytest.skip("it compiles two models: run with --full")

@@ -12,11 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fork_server import AVAILABLE, ROOT, ForkServer
-from tests.support.kills import child_pids, process_state
+from tests.support.processes import child_pids, process_state
 
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
@@ -241,16 +240,6 @@ class Finished:
 def run(command, cwd=ROOT, **options):
     """Runs a command to its end."""
     return Process(command, cwd, **options).finish()
-
-
-def run_all(commands):
-    """Runs commands two at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        started = {
-            name: pool.submit(run, arguments, **variables)
-            for name, (arguments, variables) in commands.items()
-        }
-        return {name: future.result() for name, future in started.items()}
 
 
 def launch(config, *arguments, ranks=2, hold=None):

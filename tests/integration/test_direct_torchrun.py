@@ -44,14 +44,6 @@ def test_ranks_of_torchrun_itself_end_with_it(tmp_path):
     assert "Stopped by" not in run.finish().everything
 
 
-def test_train_is_a_rank_under_torchrun():
-    """Without torchrun's other variables the rank itself refuses, not the launcher."""
-    variables = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": ""}
-    done = runs.run([*runs.LAUNCH, "debug_cola"], **variables)
-    assert done.status == 2, done.everything
-    assert done.err.splitlines()[-1].startswith("error: WORLD_SIZE: got '', expected what torch")
-
-
 def test_all_ranks_refuse_a_folder_where_another_job_is_at_work(tmp_path):
     config = runs.write_config(tmp_path / "dump")
     command = [sys.executable, "-m", TRAIN, f"--job.config_file={config}"]

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.integration import runs
-from tests.support.nightly import nightly
 
 EXTRA = """
 [parallelism]
@@ -40,8 +39,8 @@ def command(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("every", [False, *nightly(True)])
-def test_extensions_work_in_the_commands(every, command, tmp_path):
+@pytest.mark.nightly  # one by one: tests/distributed/test_toy_plan.py, tests/unit
+def test_extensions_work_in_the_commands(command, tmp_path):
     command("train", "run.toml")
     records = runs.exact(runs.history(tmp_path / "run"))
     losses = [record["loss_metrics/global_avg_loss"] for record in records[:3]]
@@ -50,9 +49,8 @@ def test_extensions_work_in_the_commands(every, command, tmp_path):
     # Training computed in bfloat16.
     assert loss == pytest.approx(records[-1]["validation_metrics/loss"], rel=5e-3)
     command("export", "run", "exported", IMPORT)
-    if every:
-        assert "as configured" in command("estimate", "run.toml").out
-        rows = json.loads(command("measure-comm", "run.toml", "--json").out)
-        assert "uint8" in {row["dtype"] for row in rows}  # the signs, as the formula says
+    assert "as configured" in command("estimate", "run.toml").out
+    rows = json.loads(command("measure-comm", "run.toml", "--json").out)
+    assert "uint8" in {row["dtype"] for row in rows}  # the signs, as the formula says
     refused = command("evaluate", "exported", "--corpus", "cpython", status=2).everything
     assert "--experimental.custom_import=MODULE" in refused and "Traceback" not in refused

@@ -47,24 +47,11 @@ def test_the_same_command_has_nothing_to_do(again, finished):
     assert contents(copy) == contents(finished.folder)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--training.steps=5"], "training.steps: got 5, expected at least 6, the step of "),
-        (["--low_rank.rank=16"], "low_rank.rank_attention: got 16, expected 32 "),
-        (
-            ["--training.steps=9", "--training.dataset=local", "--training.dataset_path=*.md"],
-            "training.dataset: got 'local', expected 'python_stdlib' ",
-        ),
-        (["--training.steps=9", "--model.vocab_size=8000"], "vocab_size: got 8000, expected 4096 "),
-    ],
-    ids=["fewer steps", "rank", "corpus", "vocabulary"],
-)
-def test_what_cannot_go_on_is_refused_and_changes_nothing(again, finished, arguments, words):
-    done, copy = again(*arguments)
+def test_what_cannot_go_on_is_refused_and_changes_nothing(again, finished):
+    done, copy = again("--training.steps=5")
     assert done.status == 2, done.everything
     (line,) = done.err.splitlines()
-    assert line.startswith("error: ") and words in line
+    assert line.startswith("error: training.steps: got 5, expected at least 6, the step of ")
     assert f" as in --job.dump_folder={copy}-2" in line
     assert contents(copy) == contents(finished.folder)
 
@@ -95,7 +82,7 @@ def test_ranks_that_refuse_leave_a_finished_run_finished(again, tmp_path):
 
 
 def test_another_text_is_refused_by_its_names_and_sizes(tmp_path):
-    """A local corpus is compared before the ranks start; a changed one may be allowed."""
+    """A local corpus is compared before the ranks start."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
@@ -112,5 +99,3 @@ def test_another_text_is_refused_by_its_names_and_sizes(tmp_path):
     assert way in done.err.splitlines()[-1]
     assert f"--job.dump_folder={tmp_path}/dump-2" in done.err.splitlines()[-1]
     assert len(list((tmp_path / "dump" / "logs").iterdir())) == 1  # no rank was started
-    done = runs.launch(config, *more, *way.split(), ranks=1).finish()
-    assert done.status == 0, done.everything

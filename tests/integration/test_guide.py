@@ -4,6 +4,8 @@
 import re
 import sys
 
+import pytest
+
 from tests.integration import runs
 from tests.support.pages import documented
 
@@ -20,6 +22,7 @@ SHORTER = {
 }
 
 
+@pytest.mark.nightly
 def test_the_first_commands_of_the_page(finished, tmp_path):
     here = {"outputs/debug_cola": str(finished.folder), "cpython": "python_stdlib"}
     step = f"--checkpoint.initial_load_path={finished.folder / 'checkpoint' / 'step-6'}"

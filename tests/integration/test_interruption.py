@@ -1,12 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One job that is stopped four times, against the same job left alone.
+"""One job that is stopped three times, against the same job left alone.
 
-SIGTERM, SIGINT, two signals, a kill in mid-save: each stage starts the same command again, and at
+SIGTERM, two signals, a kill in mid-save: each stage starts the same command again, and at
 the end there must be no trace of them in the numbers. The ranks hold where they are disturbed.
 """
 
 import json
-import shutil
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.integration import runs
-from tests.support.kills import process_state
+from tests.support.processes import process_state
 from torchtitan_lr.launch.processes import SAME_SIGNAL_SECONDS
 from torchtitan_lr.launch.run_state import read_state
 
@@ -35,7 +34,7 @@ class Life:
 
     def stage(self, name):
         """What happened in a stage."""
-        for stage in ("sigterm", "sigint", "twice", "killed", "rest"):
+        for stage in ("sigterm", "twice", "killed", "rest"):
             if stage not in self._stages:
                 assert not self.broken, f"stage {self.broken} went wrong"
                 self.broken = stage
@@ -46,7 +45,7 @@ class Life:
         raise KeyError(name)
 
     def _live(self, name):
-        hold = {"sigterm": "step:3", "sigint": "step:6", "twice": "step:9", "killed": "saving:12"}
+        hold = {"sigterm": "step:3", "twice": "step:9", "killed": "saving:12"}
         hold["rest"] = f"step:{STEPS}"
         before = max(runs.complete_steps(self.folder), default=0)
         process = runs.launch(self.config, hold=f"{self.folder.name}:{hold[name]}")
@@ -58,8 +57,6 @@ class Life:
             raise
         folders = runs.step_folders(self.folder)
         last = runs.last_step(self.folder)
-        if "torn" in extra:
-            extra["copy"] = self._copy(extra["torn"])
         summary = (self.folder / "summary.json").exists()
         return SimpleNamespace(
             state=read_state(self.folder),
@@ -71,15 +68,12 @@ class Life:
             **extra,
         )
 
-    def _sigterm(self, process, number=signal.SIGTERM):
+    def _sigterm(self, process):
         pids = process.wait_for_held(2)
-        process.send(number)
-        self._wait_until_asked(process, pids, number)
+        process.send(signal.SIGTERM)
+        self._wait_until_asked(process, pids)
         runs.send_all(pids, signal.SIGCONT)
         return {}
-
-    def _sigint(self, process):
-        return self._sigterm(process, signal.SIGINT)
 
     def _twice(self, process):
         pids = process.wait_for_held(2)
@@ -91,27 +85,19 @@ class Life:
         process.send(signal.SIGTERM)
         return {"pids": pids}
 
-    def _wait_until_asked(self, process, pids, number=signal.SIGTERM):
-        process.wait_until(lambda: all(runs.is_pending(pid, number) for pid in pids))
+    def _wait_until_asked(self, process, pids):
+        process.wait_until(lambda: all(runs.is_pending(pid, signal.SIGTERM) for pid in pids))
 
     def _killed(self, process):
         """SIGKILL for all ranks while a save is under way: a folder is there, its end is not."""
         process.wait_for_held(1)
         pids = process.rank_pids()
         runs.send_all(pids, signal.SIGKILL)
-        return {"torn": 12, "pids": pids}
+        return {"pids": pids}
 
     def _rest(self, process):
         """SIGTERM in the last step: there is nothing left to stop."""
         return self._sigterm(process)
-
-    def _copy(self, step):
-        """Keeps a checkpoint folder as it is now, with what a reader needs beside it."""
-        folder = self.folder / "checkpoint" / f"step-{step}"
-        copy = self.folder.parent / "torn" / "checkpoint" / folder.name
-        shutil.copytree(folder, copy)
-        shutil.copy(self.folder / "job_config.json", self.folder.parent / "torn")
-        return copy
 
 
 @pytest.fixture(scope="module")
@@ -119,20 +105,18 @@ def life(tmp_path_factory):
     return Life(tmp_path_factory.mktemp("life") / "dump")
 
 
-@pytest.mark.parametrize(("name", "step"), [("sigterm", 3), ("sigint", 6)])
-def test_a_signal_saves_that_very_step(life, name, step):
-    stage = life.stage(name)
+def test_a_signal_saves_that_very_step(life):
+    stage, step = life.stage("sigterm"), 3
     assert stage.done.status == 0, stage.done.everything
     assert stage.last == step  # that the signal met
-    signal_name = name.upper()
-    why = f"{signal_name} after step {step}"
+    why = f"SIGTERM after step {step}"
     assert (stage.state["state"], stage.state["error"]) == ("stopped", why)
     assert stage.folders[step]  # complete
     checkpoint = life.folder / "checkpoint" / f"step-{step}"
     stops = [line for line in (stage.done.out + stage.done.err).splitlines() if "resume" in line]
     assert len(stops) == 1, stops
     assert stops[0].endswith(
-        f"Stopped by {signal_name} after step {step} of {STEPS}, checkpoint {checkpoint}: "
+        f"Stopped by SIGTERM after step {step} of {STEPS}, checkpoint {checkpoint}: "
         "run the same command again to resume"
     )
     assert "Traceback" not in stage.done.out + stage.done.err
@@ -143,7 +127,7 @@ def test_a_signal_saves_that_very_step(life, name, step):
 
 
 def test_the_next_start_goes_on_from_there(life):
-    first, second = life.stage("sigterm"), life.stage("sigint")
+    first, second = life.stage("sigterm"), life.stage("twice")
     assert first.before == 0 and "Training starts at step 1\n" in first.done.out
     assert second.before == first.last
     assert f"Training starts at step {first.last + 1}\n" in second.done.out
@@ -158,7 +142,7 @@ def test_a_second_signal_kills(life):
     assert (stage.state["state"], stage.state["error"]) == ("failed", "killed by SIGTERM")
     assert "Traceback" not in stage.done.out + stage.done.err
     runs.wait_until_gone(stage.pids)
-    assert stage.folders.keys() == {3, 4, 6, 8} and stage.last == 8  # nothing of step 9
+    assert stage.folders.keys() == {3, 4, 8} and stage.last == 8  # nothing of step 9
 
 
 def test_a_kill_in_mid_save_leaves_nothing_to_trust(life):
@@ -169,13 +153,7 @@ def test_a_kill_in_mid_save_leaves_nothing_to_trust(life):
     assert len(stage.pids) == 2
     runs.wait_until_gone(stage.pids)
     # The folder is there and newer than every checkpoint, but no script takes it for one.
-    assert stage.folders == {3: True, 4: True, 6: True, 8: True, 12: False}
-    assert list(stage.copy.glob("*.distcp"))
-    export = [sys.executable, "-m", "torchtitan_lr", "export"]
-    done = runs.run([*export, stage.copy, stage.copy / "out"])
-    assert done.status == 2, done.everything
-    (line,) = done.err.splitlines()
-    assert "step.json is missing" in line
+    assert stage.folders == {3: True, 4: True, 8: True, 12: False}
 
 
 def test_the_start_after_it_takes_the_last_complete_checkpoint(life):

@@ -14,7 +14,7 @@ EXPERIMENT = """
 name = "toy"
 config = "{config}"
 overrides = ["validation.steps=1"]
-seeds = [0, 1]
+seeds = [0]
 tokens_per_parameter = [0.04]
 learning_rates = [3e-3]
 
@@ -43,6 +43,5 @@ def test_a_scaling_experiment_has_the_losses_of_its_histories(tmp_path):
     for point in found["points"]:
         folders = sorted(work.glob(f"{point['family']}_a_*"))
         validated = [[r[VALIDATION] for r in runs.history(f) if VALIDATION in r] for f in folders]
-        losses = [values[-1] for values in validated]
-        assert list(point["losses"].values()) == losses and losses[0] != losses[1]
+        assert list(point["losses"].values()) == [values[-1] for values in validated]
     assert fitted.out.strip() == (work / "scaling.md").read_text().strip()

@@ -121,6 +121,7 @@ gpu = pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="a GPU t
 
 
 @gpu
+@pytest.mark.nightly  # a run of the suite begins with this script
 def test_an_environment_is_made_once(project):
     """By one process, while others wait; and a torch that is there stays."""
     lock = project.folder / ".venv.lock"
@@ -158,20 +159,6 @@ def test_an_environment_is_made_once(project):
     assert status == 1
     assert "error: torch 2.16.0 is installed, and torch>=2.11,<2.16 is required" in out
     assert project.version("torch") == "2.16.0"
-
-
-@pytest.mark.nightly
-def test_the_lock_of_a_process_that_ended_is_taken(project):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    lock = project.folder / ".venv.lock"
-    lock.mkdir()
-    (lock / "beat").write_text(f"{os.uname().nodename} {ended.pid} 5\n")
-    begin = time.monotonic()
-    status, out = project.setup()
-    assert status == 0, out
-    assert time.monotonic() - begin < 200
-    assert project.version("needed") == "1.0"
 
 
 def test_slurm_finds_the_options_of_a_script_that_is_bash():

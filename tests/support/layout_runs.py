@@ -22,10 +22,6 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.training import figures
 from torchtitan_lr.training.trainer import Trainer
 
-SAVED = 2
-"""The step from which runs go on."""
-
-STEPS = 4
 CHUNK = 50
 """Tokens of a chunk of the head's loss."""
 
@@ -150,13 +146,13 @@ def run(arguments: list[str], folder: str = "", rejects: bool = False) -> dict[s
 
 
 def examine(arguments: list[str], other: str, masks: bool) -> dict[str, Any]:
-    """Train to the end, resume from `SAVED`, and reject a step; call it on every rank."""
+    """Train to the end, resume from the middle, and reject a step; call it on every rank."""
     with masks_of_blocks() if masks else patch.dict({}):
         whole = run([*arguments, "--metrics.comm_ledger"])
         if dist.get_rank() == 0:
             shutil.copytree(whole["dump_folder"], other, dirs_exist_ok=True)
         dist.barrier()
-        again = [*arguments, f"--checkpoint.load_step={SAVED}"]
+        again = [*arguments, f"--checkpoint.load_step={whole['step'] // 2}"]
         resumed = run(again, whole["dump_folder"], rejects=True)
     difference = largest_difference(resumed, whole) if dist.get_rank() == 0 else 0.0
     logged = all(resumed[name] == whole[name] for name in ("losses", "grad_norms", "val_losses"))
@@ -166,5 +162,7 @@ def examine(arguments: list[str], other: str, masks: bool) -> dict[str, Any]:
 
 def go_on(arguments: list[str], folder: str) -> dict[str, Any]:
     """Resume a run in another layout; call it on every rank."""
-    assert Path(folder, "checkpoint", f"step-{SAVED}").is_dir()
-    return run([*arguments, f"--checkpoint.load_step={SAVED}"], folder)
+    first = min(
+        int(path.name.removeprefix("step-")) for path in Path(folder, "checkpoint").iterdir()
+    )
+    return run([*arguments, f"--checkpoint.load_step={first}"], folder)

@@ -55,28 +55,6 @@ class SupportMatrix:
                     missing.difference_update(pairs(chosen[-1]))
         return chosen
 
-    def usual_draws(self, others: list[Combination]) -> list[Combination]:
-        """Return some of `every_draw` that have, with others, every value of every axis.
-
-        Compilation costs most: it is drawn for values that no other combination has. Of those with
-        as many new values the first is on few ranks, then in full precision, where the comparison
-        is sharpest.
-        """
-
-        def cost(drawn: Combination) -> tuple[int, bool]:
-            return world_size(drawn), drawn["precision"] != NONE
-
-        chosen: list[Combination] = []
-        cheapest_first = sorted(self.every_draw, key=cost)
-        missing = {item for combination in cheapest_first for item in combination.items()}
-        missing -= {item for combination in others for item in combination.items()}
-        uncompiled = [drawn for drawn in cheapest_first if drawn["compile"] == NONE]
-        for draws in (uncompiled, cheapest_first):
-            while any(drawn.items() & missing for drawn in draws):
-                chosen.append(max(draws, key=lambda c: len(c.items() & missing)))
-                missing -= chosen[-1].items()
-        return chosen
-
     @cached_property
     def working_pairs(self) -> set[Any]:
         """Return every pair of values in at least one supported combination.

@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The goal: package 25,000 lines, tests 20,500, scripts 4,000.
 CAPS = {
-    "lines of torchtitan_lr/**/*.py": 31_500,
-    "lines of tests/**/*.py": 26_500,
+    "lines of torchtitan_lr/**/*.py": 26_200,
+    "lines of tests/**/*.py": 21_200,
     "lines of scripts/**/*.py": 4_000,
     "words of docs/*.md": 15_000,
     "words of docs/results.md": 4_000,

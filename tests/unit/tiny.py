@@ -12,9 +12,6 @@ from torchtitan_lr.models.llama import LlamaModel
 
 __all__ = ["FAMILIES", "build_tiny", "job_config", "tiny_args", "tokens"]
 
-MARGIN = 8
-"""Of two models in fp32, each with sums in another order, over `fp32_noise` of one of them."""
-
 
 def tiny_args(family, **changes):
     """A model of 3 blocks, width 48, 4 heads, with different ranks in the two groups."""

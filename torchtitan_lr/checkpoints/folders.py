@@ -17,12 +17,6 @@ from torchtitan_lr.config.files import read_json
 RUN_CONFIG = "job_config.json"
 """Default of ``job.save_config_file``, the record of a run's last start in its dump folder."""
 
-RUN_FILES = (
-    *("metrics.jsonl", "summary.json", "curve.png", "run_state.json", "run.lock", "logs"),
-    *("wandb_run_id", "dry_run"),
-)
-"""What else a run writes into its dump folder, beside the folders that have keys."""
-
 STEP_FILE = "step.json"
 """A saved step's record (`checkpoints.record`). Writing it is the last action of a save."""
 

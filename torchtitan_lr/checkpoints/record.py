@@ -2,8 +2,7 @@
 """``step.json``, the record of a saved step, and what a run begins with; needs no torch.
 
 It is written last, by a rename: a step is complete if it has one, and a killed save has none. The
-launcher and the ranks ask the same of a start. `torchtitan_lr.config.schema.Meaning` says what a
-change of each key means.
+launcher and the ranks ask the same of a start (`check_start`).
 """
 
 import itertools

@@ -17,6 +17,8 @@ COMPILED = 1.5  # share that a compiled block may save; the estimate counts bloc
 
 _GIB = 2**30
 
+_CGROUPS = Path("/sys/fs/cgroup")
+
 BARE = 0.3 * _GIB  # bytes of a rank before it builds its model: the interpreter and torch
 
 
@@ -36,9 +38,13 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
     tokens = training.local_batch_size * training.seq_len * ranks / degree
     by_token = 60 * args.n_layers * max(args.dim, args.ffn_dim) + 3 * args.vocab_size
     weights = sum(map(math.prod, model_shapes(args).values()))
-    if 4 * (4 * weights * ranks + tokens * by_token) < memory:
+    masks = 0.0  # documents have one (b, s/C, s), which the estimate leaves out
+    if training.mask_documents:
+        pairs = training.seq_len**2 / config.parallelism.context_parallel_degree
+        masks = 4 * ranks * training.local_batch_size * pairs
+    if 4 * (4 * weights * ranks + tokens * by_token) + masks < memory:
         return
-    needed = _needed(config, world_size, ranks)
+    needed = _needed(config, world_size, ranks) + masks
     if needed > memory:
         want = f"less, or a smaller model or training.seq_len: {ranks} ranks need "
         want += f"{(needed + ranks * BARE) / _GIB:,.1f} GiB, this machine has "
@@ -62,7 +68,14 @@ def _needed(config: Any, world_size: int, ranks: int) -> float:
 def machine_memory() -> int:
     """Return the bytes of memory that this process and others of its machine or container have."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such file; "max"
-            limits.append(int(Path(file).read_text()))
+    groups: list[str] = []
+    with suppress(OSError):  # Linux's: lines such as `0::/a/b`, before version 2 `4:memory:/a/b`
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    for line in groups:
+        _, kind, group = line.split(":", 2)
+        root, name = _CGROUPS / kind, "memory.limit_in_bytes" if kind else "memory.max"
+        place = root / group.lstrip("/")
+        for folder in (place, *place.parents):
+            with suppress(OSError, ValueError):  # no limit; "max"
+                limits.append(int((folder / name).read_text()))
     return min(limits)

@@ -23,13 +23,17 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
     for name in names:
         degree = getattr(sections, f"{name}_degree")
         if degree <= 0 or rest % degree:
-            divisors = ", ".join(str(n) for n in range(1, rest + 1) if rest % n == 0)
+            most = min(rest, 1 << 16)
+            divisors = ", ".join(str(n) for n in range(1, most + 1) if rest % n == 0)
             want = f"a divisor of the {rest} ranks: {divisors}"
             raise ConfigError(f"parallelism.{name}_degree", degree, want)
         rest //= degree
     shard = sections.data_parallel_shard_degree
     want = f"-1 or {rest}, so that all degrees multiply to the {world_size} ranks"
     require(shard in (-1, rest), "parallelism.data_parallel_shard_degree", shard, want)
+    fits = not config.training.enable_cpu_offload or rest > 1
+    want = "false unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
+    require(fits, "training.enable_cpu_offload", True, want)
 
 
 def check_plans(config: Any, world_size: int, device_type: str) -> None:
@@ -105,7 +109,7 @@ def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the optimizer reads the keys of rates, and that every group has a parameter."""
+    """Check that the optimizer fits the run and reads its keys; every group has a parameter."""
     # Imported late because they import torch.
     from torchtitan_lr.compression.settings import merged
     from torchtitan_lr.optim.groups import check_patterns
@@ -175,13 +179,23 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
         want = f"a number of blocks, as text, with {schedule}: torch repeats once only"
         require(not single, "activation_checkpoint.selective_ac_option", "op", want)
     _check_stages(config)
+    size, batch = section.pipeline_parallel_microbatch_size, config.training.local_batch_size
+    want = f"a divisor of training.local_batch_size ({batch})"
+    fits = size > 0 and batch % size == 0
+    require(fits, "parallelism.pipeline_parallel_microbatch_size", size, want)
 
 
 def _check_stages(config: Any) -> None:
     """Check that the split has each module once, in order, and a block in every inner stage."""
     section, n_layers = config.parallelism, configured_args(config).n_layers
-    degree = section.pipeline_parallel_degree
-    wanted = degree * int(stages_per_rank(section, n_layers))
+    degree, schedule = section.pipeline_parallel_degree, section.pipeline_parallel_schedule
+    per_rank, (several, two) = stages_per_rank(section, n_layers), SCHEDULES[schedule]
+    number = "2 stages" if two else "2 or more stages" if several else "1 stage"
+    fits = per_rank == 2 if two else per_rank >= 2 if several else per_rank == 1
+    want = f"one that gives each of the {degree} ranks {number} under {schedule}"
+    key, layers = "pipeline_parallel_layers_per_stage", section.pipeline_parallel_layers_per_stage
+    require(fits and per_rank == int(per_rank), f"parallelism.{key}", layers, want)
+    wanted = degree * int(per_rank)
     try:
         stages = modules_per_stage(config, n_layers)
     except ValueError:
@@ -197,7 +211,7 @@ def _check_stages(config: Any) -> None:
 
 
 def check_compression(config: Any, world_size: int, device_type: str) -> None:
-    """Check a codec's layout, that the sketch peels, and that some tensor is selected."""
+    """Check a codec's layout, and that some tensor is selected."""
     section, parallelism = config.grad_compression, config.parallelism
     if section.codec == "none":
         return

@@ -73,5 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(command, help=summary, add_help=False)
     if not parser.parse_args([name]).version:
         raise ConfigError("COMMAND", name, f"a command of `{PROGRAM} --help`")
-    print(*(f"{name} {metadata.version(name)}" for name in ("torchtitan_lr", "torch")), sep=", ")
+    for name in ("torchtitan_lr", "torch"):
+        found = next(iter(metadata.distributions(name=name)), None)
+        print(f"{name} {found.version if found else '(not installed)'}")
     return 0

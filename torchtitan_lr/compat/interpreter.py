@@ -47,7 +47,8 @@ torch 2.11 and 2.13) may crash during shutdown. Python has no public name for th
 def ended_by_signals() -> Iterator[None]:
     """Let a stop signal end this process at once: Python handles none while a library works."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():
+    # The kernel drops such a signal for the first process of a container: its handler stays.
+    if threading.current_thread() is not threading.main_thread() or os.getpid() == 1:
         yield
         return
     handlers = {n: found for n in numbers if callable(found := signal.getsignal(n))}

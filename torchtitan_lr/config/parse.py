@@ -275,6 +275,7 @@ def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:
             wants.append(one_of(map(repr, get_args(kind)), repr(value)))
         elif kind is not type(None):
             wants.append(_WORDS.get(kind, "a list of tables [[...]], in the TOML file"))
-    if type(default) in (int, float) or (default and type(default) is str):
-        wants[-1] += f" such as {default!r}" * (wants[-1] in _WORDS.values())
+    shown = type(default) in (int, float) or (default and type(default) is str)
+    if shown and wants[-1] in _WORDS.values():
+        wants[-1] += f" such as {default!r}"
     return ConfigError(key, value, " or ".join(wants))

@@ -56,7 +56,11 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
     "validation.seq_len": POSITIVE,
     "validation.local_batch_size": POSITIVE,
     "validation.steps": Range(lambda n: n == -1 or n > 0, "a positive integer, or -1 for all"),
+    "validation.freq": POSITIVE,
+    "metrics.log_freq": POSITIVE,
     "checkpoint.interval": POSITIVE,
+    "checkpoint.keep_latest_k": Range(lambda n: n == 0 or n > 1, "at least 2, or 0 for all"),
+    "compile.components": Range(lambda names: {*names} <= {"model", "loss"}, "model, loss or both"),
     "checkpoint.load_step": at_least(-1, "a step, or -1 for the newest"),
     "optimizer.lr": positive("a positive number such as 0.001"),
     "optimizer.beta1": DECAY,
@@ -93,7 +97,8 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    `torchtitan_lr.checkpoints.record` applies it.
+    `training.fingerprint` puts what refuses into a save's identity, which `checkpoints.record`
+    compares; `checkpoints.run_record` lists what is applied.
     """
 
     FREE = "free"  # it changes no number
@@ -148,9 +153,6 @@ BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat")
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""
-
-MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
-"""Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
 ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"
 """Names the remedy where a family or a plan is unknown."""

@@ -113,7 +113,7 @@ class TokenDataLoader(BaseDataLoader):
         require(fits, "training.global_batch_size", global_batch_size, want)
         self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.position = 0
-        self.stopping: Callable[[], bool] = bool  # whether a signal has come; by default never
+        self.stopping: Callable[[], bool] = lambda: False  # whether a signal has come
         if not options.get("num_workers"):  # torch refuses the other two without it
             options |= {"persistent_workers": False, "prefetch_factor": None}
         self._options = options

@@ -56,7 +56,8 @@ def build_tokenizer(job_config: Any) -> Tokenizer:
     path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
     want = f"a folder that holds {HF_FILE}, as `hf download OWNER/NAME --include"
-    want += f" 'tokenizer*' --local-dir FOLDER` makes one, or {SHIPPED}, in the package"
+    want += " '*token*' '*chat*' 'generation*' --local-dir FOLDER` makes one,"
+    want += f" or {SHIPPED}, in the package"
     if (file.parent / "tokenizer.model").is_file():
         want += "; torchtitan-lr tokenizer --ranks converts llama-3's tokenizer.model"
     require(file.is_file(), _KEY, path, want)

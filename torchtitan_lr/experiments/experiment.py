@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The file of an experiment: one TOML, strictly typed. Reading it needs no torch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -117,7 +118,17 @@ def _check(given: Experiment) -> None:
     known = given.reference in given.families
     require(known, "reference", given.reference, "one of the families")
     require({*given.search} <= {*given.sizes}, "search", given.search, "some of the sizes")
+    for name, size in given.sizes.items():
+        where = f"sizes.{name}."
+        require(size.seeds, f"{where}seeds", size.seeds, "at least one")
+        budgets, want = size.budgets, "positive numbers of tokens per parameter"
+        fits = bool(budgets) and all(0 < budget < math.inf for budget in budgets)
+        require(fits, f"{where}budgets", budgets, want)
+        alone = not size.flavor or not (size.dim or size.n_layers)
+        require(alone, f"{where}flavor", size.flavor, "a flavor or the sides of a model, not both")
     for name, family in given.families.items():
+        ranks = family.ranks
+        require(ranks is None or ranks > 0, f"families.{name}.ranks", ranks, "at least 1")
         grid = family.learning_rates
         fits = grid == sorted({*grid}) and len(grid) not in (0, 2)
         want = "one value, or at least three in ascending order"

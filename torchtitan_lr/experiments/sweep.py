@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,10 +91,10 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
 
 def _one_spelling(text: str) -> str:
     """Return the same for texts of one number, such as 1e-3 and 0.001."""
-    with suppress(ValueError):
-        if isinstance(number := json.loads(text), float):
-            return str(number)
-    return text
+    if not re.fullmatch(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=e))(e[-+]?\d+)?", text.lower()):
+        return text
+    number = float(text)
+    return str(int(number)) if number.is_integer() else str(number)
 
 
 def refuse_keys(items: Iterable[str], own: Sequence[str], where: str = "") -> None:

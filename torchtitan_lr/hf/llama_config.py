@@ -99,6 +99,11 @@ def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     want = f"'default' or 'llama3' as rope_type in {path}"
     require(kind in ("default", "llama3"), "rope_scaling", kind, want)
+    # What the weights do not show.
+    require(not values.get("rope_interleaved"), "rope_interleaved", True, f"false in {path}")
+    for part in (values, rope):
+        share = part.get("partial_rotary_factor") or 1
+        require(share == 1, "partial_rotary_factor", share, f"1: whole heads, in {path}")
     given: dict[str, Any] = {ours: values.get(theirs) for theirs, ours in _NUMBERS.items()}
     given["rope_theta"] = rope.get("rope_theta", values.get("rope_theta"))
     for name in ("norm_eps", "max_seq_len", "rope_theta"):

@@ -22,7 +22,7 @@ from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
-from torchtitan_lr.errors import ConfigError, escaped
+from torchtitan_lr.errors import ConfigError, escaped, require
 from torchtitan_lr.launch import folder_lock, run_state
 from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, check_machines, place
@@ -44,6 +44,8 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     arguments, main_job = list(argv), os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
     # A first word is CONFIG; one with "=" is an override without its dashes, refused below.
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
+        twice = any(override.key == CONFIG_FILE_KEY for override in split_arguments(argv[1:]))
+        require(not twice, "CONFIG", argv[0], f"no CONFIG beside --{CONFIG_FILE_KEY}")
         arguments[0] = f"--{CONFIG_FILE_KEY}={argv[0]}"
     elif all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
         arguments = [f"--job.config_file={main_job}", *arguments]
@@ -89,9 +91,12 @@ def run(
         print(f"waiting for the other machines at {environment.endpoint}", flush=True)
 
     def record(state: str, why: str, rank: int | None = None, since: float = math.inf) -> None:
-        # Of several machines rank 0 holds the folder.
-        if environment.nodes == 1 or not folder_lock.is_held(folder):
-            run_state.write_state(folder, state, why, rank, began=since)
+        # Of several machines rank 0 holds the folder. One that is another run's now has its record.
+        with suppress(ConfigError):
+            if signed:
+                folder_lock.check_ours(str(folder), signed)
+            if signed or not folder_lock.is_held(folder):
+                run_state.write_state(folder, state, why, rank, began=since)
 
     def stopped(why: str) -> int:
         record(FAILED, why)

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +102,15 @@ def shared_store(family: int, address: Any, where: str, seconds: int) -> TCPStor
     """
     with contextlib.suppress(OSError):  # another machine's address, or another launcher serves
         return served_store(socket.create_server((where, address[1]), family=family), seconds)
+    end = time.monotonic() + seconds
+    while True:  # a store's own wait hears no signal, and prints its stack at each try
+        try:
+            socket.create_connection(address[:2], timeout=1).close()
+            break
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise RuntimeError(f"nobody answers within {seconds} s ({error})") from error
+            time.sleep(0.2)
     return TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=seconds))
 
 

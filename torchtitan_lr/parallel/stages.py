@@ -259,6 +259,7 @@ def pipeline_llama(
             model, parallel_dims, job_config, device, model_args, parallelize_fn, pipeline.loss
         )
     pipeline.schedule = schedule
+    pipeline.parts = dict(zip(pipeline.parts, model_parts, strict=True))  # parallelized
     # None in front of the first stage and behind the last one.
     boundaries = [None, *pipeline.boundaries(seq_len), None]
     for index, part in pipeline.parts.items():

@@ -21,7 +21,6 @@ from torchtitan.components.metrics import MetricsProcessor as MetricsProcessor
 from torchtitan.components.metrics import TensorBoardLogger as TensorBoardLogger
 from torchtitan.components.metrics import WandBLogger as WandBLogger
 from torchtitan.components.optimizer import OptimizersContainer as OptimizersContainer
-from torchtitan.components.optimizer import build_optimizers as build_optimizers
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer as Trainer
@@ -38,10 +37,10 @@ def init_optimizer_container(
     container: Any, parameters: list[Any], defaults: dict[str, Any]
 ) -> None:
     """Run the last part of the constructor of torchtitan's OptimizersContainer."""
-    # The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
+    # The constructor builds one torch optimizer per model part; ours are built before, so the
     # constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
     # hooks) of a container with ``model_parts`` and ``optimizers``. If upstream renames it,
-    # building TSR-Adam fails with an AttributeError.
+    # building an optimizer fails with an AttributeError.
     container._post_init(parameters, defaults)
 
 

@@ -147,6 +147,8 @@ class RunWandb(components.WandBLogger):
         where = self._run.url
         if self._run.offline:
             where = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
+        if run_id == earlier and origin:  # WANDB_RUN_ID says so
+            logger.warning("wandb keeps the losses that run %s has of later steps", run_id)
         console.info("wandb run %s%s: %s", run_id, origin and f", {origin}", where)
 
     def publish(self, summary: dict[str, Any]) -> None:

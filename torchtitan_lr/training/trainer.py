@@ -190,7 +190,8 @@ class Trainer(TitanTrainer):
         with self._measured(logs) as ledger:
             # 2. Forward and backward of each micro-batch. A replay calls no collective that the
             # ledger could count.
-            self.loss = self.backward(data, eager=ledger is not None)
+            sends = self.parallel_dims.world_size > 1
+            self.loss = self.backward(data, eager=ledger is not None and sends)
             # 3. Wait for the sums of gradients. The ranks' shares add up to the squared norm.
             share = self.gradients.finish_sums()
             # 4. Collect the next step's micro-batches, while the device computes.
@@ -210,9 +211,10 @@ class Trainer(TitanTrainer):
         # 8. Read the verdict on the host.
         self.settle(data, verdict)
 
-        self.metrics_processor.seconds += time.perf_counter() - began
         if logs:
-            self._log_step(data, verdict, rates)
+            self._log_step(data, verdict, rates, began)
+        else:
+            self.metrics_processor.seconds += time.perf_counter() - began
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Receive this step's ``({"input": (b, s)}, labels (b, s))``, and count their tokens."""
@@ -458,7 +460,9 @@ class Trainer(TitanTrainer):
             groups |= optimizer.named_groups()
         return CommLedger(self.model_parts, groups, replicas, summing)
 
-    def _log_step(self, data: StepData, verdict: Verdict, rates: dict[str, float]) -> None:
+    def _log_step(
+        self, data: StepData, verdict: Verdict, rates: dict[str, float], began: float
+    ) -> None:
         """Log the step that has ended; call it on every rank."""
         loss, since_last = self.loss.clone(), torch.stack(self._losses).mean()
         self._losses.clear()
@@ -473,21 +477,19 @@ class Trainer(TitanTrainer):
         counted: Counter[str] = Counter()
         for row in [] if self._ledger is None else self._ledger.rows():
             counted[row["mesh_dim"]] += row["bytes"]
-        self.metrics_processor.log(
-            self.step,
-            dist_utils.dist_sum(loss, mesh),
-            dist_utils.dist_max(own, mesh),
-            verdict.norm.item(),
-            extra_metrics={
-                history.TOKENS_SEEN: self.ntokens_seen * self._batch_degree,
-                **rates,
-                history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
-                "skipped_steps": self.skipped_steps,
-                **self.reader.metrics(data),
-                **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
-                **self._residuals.metrics(),
-            },
-        )
+        # Their reads wait for the optimizer, whose time counts.
+        mean, most = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own, mesh)
+        metrics = {
+            history.TOKENS_SEEN: self.ntokens_seen * self._batch_degree,
+            **rates,
+            history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
+            "skipped_steps": self.skipped_steps,
+            **self.reader.metrics(data),
+            **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
+            **self._residuals.metrics(),
+        }
+        self.metrics_processor.seconds += time.perf_counter() - began
+        self.metrics_processor.log(self.step, mean, most, verdict.norm.item(), metrics)
 
 
 class StopSignal:

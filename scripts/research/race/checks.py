@@ -31,7 +31,10 @@ def check_diloco(config: Any, world_size: int, device_type: str, fragments: int 
 
 
 def _check_replicas(config: Any, world_size: int, least: int) -> None:
-    """Require that each rank is a replica with the whole model."""
+    """Require that each rank is a replica with the whole model, and sums what is not rounded."""
+    wire = config.training.mixed_precision_reduce
+    want = f"'float32' with {_name(config)}, which does not round what it sends"
+    require(wire == "float32", "training.mixed_precision_reduce", wire, want)
     key = "parallelism.data_parallel_replicate_degree"
     replicas = config.parallelism.data_parallel_replicate_degree
     want = f"the number of ranks ({world_size}), "

@@ -8,13 +8,10 @@ import pytest
 import torchtitan_lr.training.register  # noqa: F401
 from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.checks.support import check_optimizer
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer, variant
-from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
 
 CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
 
@@ -118,22 +115,3 @@ def test_an_estimate_counts_an_optimizer_from_outside_as_adamw(outside, capsys):
     assert own["comm_bytes"].keys() == {"fsdp"} < adamw["comm_bytes"].keys()
     assert main(["estimate", str(CONFIG), "--world=4", "--optimizer.name=Own", "--plans=full"]) == 0
     assert "as configured: Own counts as AdamW does" in capsys.readouterr().out
-
-
-def test_the_cost_of_spectral_rules_is_no_other_optimizers(monkeypatch):
-    cost = ENTRIES["Muon"].cost
-    monkeypatch.setitem(ENTRIES, "Own", OptimizerEntry("Own", lambda *_: None, cost))
-    run = read_run(build_job_config(["--model.name=llama_cola", "--optimizer.name=Own"]), 1)
-    with pytest.raises(ConfigError, match=r"^optimizer\.name: got 'Own', .* one of Muon, Spectron"):
-        run.optimizer.work(0)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Spectron", "LoRAMuon"])
-def test_defaults_of_an_optimizer_are_nobodys_choice(name, monkeypatch):
-    """With a model of another package, what the user sets is refused, and nothing else."""
-    theirs = replace(get_train_spec("llama3"), build_optimizers_fn=lambda *_: None)
-    monkeypatch.setitem(REGISTERED_SPECS, "theirs", theirs)
-    options = ["--model.name=theirs", "--model.flavor=debugmodel", f"--optimizer.name={name}"]
-    check_optimizer(build_job_config(options), 1, "cpu")
-    with pytest.raises(ConfigError, match=r"adamw_lr: got 0.25, .* with model.name = 'theirs'"):
-        check_optimizer(build_job_config([*options, "--optimizer.adamw_lr=0.25"]), 1, "cpu")

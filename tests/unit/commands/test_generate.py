@@ -160,13 +160,6 @@ def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
     assert cut["text"] == texts[0] + continuation[: continuation.index(middle)]
 
 
-def test_several_ranks_are_refused(capsys, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for ask, options in ((command, ["--prompt", "a"]), (Command("evaluate").ask, [])):
-        status, _, err = ask(capsys, "run", *options)
-        assert status == 2 and "to serve a model, export it" in err
-
-
 TEXT = "    for café in naïve 🚀🚀:\n\n\treturn 一二三\n"
 
 

@@ -37,6 +37,9 @@ def test_blocks_that_overlap_differently_are_one():
     assert [r["scope"] for r in merged] == ["embedding", "block", "head"]
     assert (merged[1]["overlapped_flops"], merged[1]["most_overlapped_flops"]) == (0, 2_500_000)
     assert script.as_text(merged).splitlines()[2].endswith("0.0 to 2.5")
+    # Of all blocks, each of them.
+    told = script.total([r | {"bytes": 2_500_000} for r in table])
+    assert told == "total per step of rank 0: 10.00 MB (2 blocks 5.00 MB, the rest 5.00 MB)"
     # The controls: equal overlaps need no range, and other counts are other blocks.
     same = script.one_block([row("block 0", 7_000_000), row("block 1", 7_000_000)])
     assert len(same) == 1 and script.as_text(same).endswith(" 7.0")

@@ -51,13 +51,6 @@ def test_size_special_tokens_and_round_trip(text, tmp_path):
     assert trained < len(WORDS) / 2  # negative control: bytes alone would give len(WORDS)
 
 
-def test_sizes_that_cannot_be(text, tmp_path, capsys):
-    assert train(text, tmp_path / "out", "--vocab_size", "60000") == 2
-    message = capsys.readouterr().err
-    assert "--vocab_size: got 60000, expected at most" in message
-    assert message.count("\n") == 1 and not (tmp_path / "out").exists()
-
-
 def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
     assert train(text, tmp_path / "trained", "--vocab_size", "602") == 0
     byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -96,13 +89,3 @@ def test_what_is_no_rank_file(tmp_path, capsys):
     (tmp_path / "0").rename(tmp_path / "tokenizer.model")
     with pytest.raises(ConfigError, match="tokenizer --ranks converts"):
         load(tmp_path)
-
-
-def test_files_of_another_tokenizer_are_not_mixed_with_its_own(text, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    other = tmp_path / "out" / "special_tokens_map.json"
-    other.write_text('{"bos_token": "[CLS]"}')
-    assert train(text, tmp_path / "out", "--vocab_size", "300") == 2
-    message = capsys.readouterr().err
-    assert "--out: got " in message and "expected a folder that is empty" in message
-    assert [*(tmp_path / "out").iterdir()] == [other]

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.host_reads import reads
-from torchtitan_lr.compat import autograd, dispatch, fake, fsdp, pipelining
+from torchtitan_lr.compat import dispatch, fake, fsdp, pipelining
 from torchtitan_lr.compat.linalg import convergence_on_device
 
 
@@ -24,38 +24,6 @@ def two_ranks():
 @pytest.fixture
 def unit(two_ranks):
     return fully_shard(nn.Linear(3, 5), mesh=two_ranks)
-
-
-def test_autograd_says_whether_backward_runs_and_which_node():
-    assert autograd.backward_number() is None
-    x = torch.ones(2, requires_grad=True)
-    start = autograd.next_node_number()
-    y = x.exp()
-    end = autograd.next_node_number()
-    z = (y * 2).sum()
-    seen = []
-
-    def note(*_):
-        seen.append((autograd.backward_number(), autograd.running_node_number()))
-
-    y.grad_fn.register_prehook(note)
-    x.register_post_accumulate_grad_hook(note)
-    z.backward()
-    (inside, number), (_, accumulating) = seen
-    assert inside is not None
-    assert start <= number < end
-    assert accumulating is None
-
-
-def test_autograd_the_wrapper_of_checkpointed_modules():
-    inner = nn.Linear(1, 1)
-    wrapper = autograd.checkpoint_wrapper(inner)
-    for whole in (wrapper, nn.Sequential(wrapper)):
-        (found,) = autograd.checkpointed_modules(whole)
-        assert found is inner
-    assert autograd.checkpointed_modules(inner) == []
-    compiled = nn.Sequential(torch.compile(wrapper))
-    assert autograd.checkpointed_modules(compiled) == []
 
 
 def test_dispatch_knows_every_fused_attention_kernel():
@@ -134,30 +102,6 @@ def test_fsdp_the_layout_of_a_unit(unit):
     assert [size for _, size in found] == [9, 3]  # 5 rows over 2 ranks, padded
     assert all(a is b for (a, _), b in zip(found, unit.parameters(), strict=True))
     assert fsdp.param_groups(nn.Linear(1, 1)) == []
-
-
-def test_fsdp_the_calls_of_a_unit(unit):
-    called = []
-
-    def wrap(original):
-        def noted(*args, **kwargs):
-            called.append(original.__name__)
-            return original(*args, **kwargs)
-
-        return noted
-
-    undo = fsdp.wrap_unit_calls(unit, wrap)
-    unit(torch.ones(2, 3)).sum().backward()
-    assert set(called) == {"unshard", "post_backward"}
-    inner = fsdp.wrap_unit_calls(unit, wrap)
-    inner()
-    called.clear()
-    unit(torch.ones(2, 3)).sum().backward()
-    assert set(called) == {"unshard", "post_backward"}  # a ledger's, after another's within it
-    undo()
-    called.clear()
-    unit(torch.ones(2, 3)).sum().backward()
-    assert not called
 
 
 def test_fsdp_the_gradients_that_a_unit_sums(unit):

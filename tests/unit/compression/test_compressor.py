@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Error feedback on one rank; what needs several is in tests/distributed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,22 +67,3 @@ def test_a_nan_is_sent_and_leaves_the_rest_of_the_residual_as_it_was(one_rank):
     unsent = sent.isfinite()
     assert unsent.sum() == 180 and own.residual.isfinite().all()
     assert torch.equal(own.residual[0, unsent], before[0, unsent]) and before[0, unsent].any()
-
-
-class OnAnAccelerator(torch.Tensor):
-    """Says that it is not on the CPU, and notes which streams use it."""
-
-    device = torch.device("cuda")
-
-    def record_stream(self, stream):
-        self.streams = [*getattr(self, "streams", []), stream]
-
-
-def test_the_shard_is_held_for_the_hooks_stream(one_rank, monkeypatch):
-    """Allocated on the reduce-scatter's stream, it may be dropped before the sum is done."""
-    own = Compressor("u", CODECS["sparse"](1), [(100, False)], one_rank, CPU, all_reduce=True)
-    handle = SimpleNamespace(current_stream=lambda: "the hook's stream")
-    monkeypatch.setattr(torch, "get_device_module", lambda device: handle)
-    shard = torch.arange(100.0).as_subclass(OnAnAccelerator)
-    own.all_reduce(shard)
-    assert shard.streams == ["the hook's stream"]

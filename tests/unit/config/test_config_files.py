@@ -136,7 +136,7 @@ def test_paths_are_expanded_once_for_every_check_and_use(write, tmp_path, monkey
         for action in parser_of(name)._actions
         if "--out" in action.option_strings
     }
-    assert len(outputs) > 4
+    assert len(outputs) >= 4
     assert all(action.type("~/x") == tmp_path / "x" for action in outputs)
 
 

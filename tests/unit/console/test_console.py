@@ -1,17 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The console: which lines are shown, and the progress of long work."""
 
-import io
 import logging
 import re
-import sys
 import warnings
 
 import pytest
 
-from torchtitan_lr.console import progress as bars
 from torchtitan_lr.console.log import console, init_console
-from torchtitan_lr.console.progress import progress
 
 
 @pytest.fixture
@@ -55,25 +51,3 @@ def test_only_what_a_user_reads_is_shown(log, monkeypatch, tmp_path, capsys):
     # The whole form, on the console as in the file.
     added = (tmp_path / "details.log").read_text()[len(details) :]
     assert capsys.readouterr().out == added and len(added.splitlines()) >= 6
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
-    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]  # the control: it is short
-    assert capsys.readouterr() == ("", "")
-    for name in ("BAR_DELAY", "LINE_SECONDS"):
-        monkeypatch.setattr(bars, name, 0.0)
-    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1].startswith("validation:  33%") and "1.00/3.00" in lines[1]
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert list(progress("abc", "validation", 3, shown=False)) == ["a", "b", "c"]
-    assert sys.stderr.getvalue() == ""
-    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]
-    drawn = sys.stderr.getvalue()
-    assert "validation:" in drawn and "0.00/3.00" in drawn and "\r" in drawn
-    assert drawn.rstrip(" ").endswith("\r")  # nothing is left of it

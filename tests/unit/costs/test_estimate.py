@@ -159,22 +159,6 @@ def test_thousands_of_ranks():
     assert times["btp"] < min(times["full"], times["vanilla"])
 
 
-def test_the_other_way_to_gather_is_a_column():
-    """Where a plan has whole latents; beside full rank there are none."""
-    row = ["--parallelism.context_parallel_degree=8", "--training.global_batch_size=-1"]
-    for name, tp, other in (
-        ("cola_7b_32k", 2, "cp_gather=kv"),
-        ("cola_8b", 1, "cp_gather=latents"),
-        ("full_8b_gqa", 1, None),
-    ):
-        degree = f"--parallelism.tensor_parallel_degree={tp}"
-        run = paper_run(name, 8 * tp, *row, degree, "--training.seq_len=32768")
-        found = dict(alternatives(run, []))
-        assert list(found) == ([] if other is None else [other])
-        if other is not None:
-            assert f"cp_gather={found[other].gather}" == other
-
-
 SHARES = re.findall(
     r"(\d+)%[^%]*? and (\d+)%[^%]*? at (\d+[MB])",
     (ROOT / "README.md").read_text().partition("\n| family")[0],
@@ -209,7 +193,7 @@ GOOD = (MACHINES / "h100.toml").read_text()
         ([GOOD.replace("memory_gib = 80.0", "")], "machine.toml: memory_gib: got None"),
         ([GOOD.replace("= 80.0", "= nan")], "machine.toml: memory_gib: got nan"),
         ([GOOD.replace("node = 8", "node = 8.5")], "machine.toml: devices_per_node: got 8.5"),
-        ([GOOD.replace("= 80.0", f"= {'9' * 5000}")], "expected shorter numbers"),
+        ([GOOD.replace("= 80.0", f"= {'9' * 5000}")], "expected valid TOML"),
         ([None, "--hardware=b300"], "one of a100_80g_nvlink"),
         ([None, "--training.sequence=3"], "training.sequence"),
         ([None, "--plans=full,btq"], "--plans: got 'btq', expected some of full, btp, vanilla"),

@@ -88,14 +88,6 @@ def test_memory_falls_with_the_ranks_of_a_row():
         assert whole / 2 < found.working - alone.working / 4 < 4 * whole
 
 
-def test_a_norm_of_one_kernel_keeps_its_input_alone():
-    """And the statistic, which the CPU's keeps too, with the input and its quotient in fp32."""
-    shape = Workload(tiny_args("cola"), TPSettings(), 1, BATCH, SEQ, torch.bfloat16)
-    cpu, gpu = (rehearse(replace(shape, on_gpu=on_gpu)) for on_gpu in (False, True))
-    saved = BATCH * SEQ * shape.args.dim * (4 + 4 - 2)
-    assert (gpu.block, gpu.ends) == (cpu.block - 2 * saved, cpu.ends - saved)
-
-
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
 
 
@@ -139,16 +131,6 @@ def test_recorded_products_have_the_formulas_flops(family, plan, tp):
     half = 2 * block.attention_scores / 3 / 2 / shared
     assert found.block_work[0].attention == pytest.approx(half)
     assert found.block_work[1].attention == pytest.approx(2.5 * half)
-
-
-def test_a_loss_of_whole_logits_keeps_them():
-    """With ``parallelism.disable_loss_parallel`` the model returns logits, and not its loss."""
-    args = args_of("cola")
-    own, whole = (
-        rehearse(Workload(args, TPSettings("btp", loss_parallel=own), 2, 2, 32, torch.bfloat16))
-        for own in (True, False)
-    )
-    assert whole.block == own.block and whole.ends - own.ends > 2 * 32 * args.vocab_size * 2
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,7 @@
 import multiprocessing
 import os
 import tempfile
-import time
-import weakref
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 import pytest
@@ -145,28 +142,6 @@ def test_a_worker_that_cannot_send_ends_the_wait(corpora, tmp_path, monkeypatch,
     assert "error: worker 0 cannot send: AF_UNIX path too long" in capfd.readouterr().err
 
 
-class SlowRows(TrainingRows):
-    """Reads that take long enough for a close or a seek to come in between."""
-
-    def __getitems__(self, rows):
-        time.sleep(0.2)
-        return super().__getitems__(rows)
-
-
-def test_closing_ends_a_read_ahead_and_its_thread(corpora):
-    loader = build(SlowRows([Rows(corpora[0], S)], 0), 1, 4)[0]
-    reader = iter(loader)
-    first = next(reader)[1]
-    for leave in (partial(loader.seek, 0), loader.close):
-        iterator = weakref.ref(loader._batches)
-        assert not loader._next_batch.done()  # the control: it reads
-        leave()
-        if leave != loader.close:
-            assert torch.equal(next(reader)[1], first)
-        assert iterator() is None
-    assert not any(thread.is_alive() for thread in loader._thread._threads)
-
-
 class StuckRows(TrainingRows):
     """Reads that never return: of a pipe, in the place of a storage that hangs."""
 
@@ -198,20 +173,6 @@ def test_a_read_that_never_returns_ends_with_the_run(corpora, tmp_path, monkeypa
     child.join(30)
     assert child.exitcode == 0
     assert left.poll(10)  # no worker lives: all that inherited the other end have closed it
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"which": 3}, "training.mixture"),
-        ({"seed": 4}, "training.shuffle_seed"),
-        ({"seq_len": 5}, "training.seq_len"),
-    ],
-)
-def test_a_position_belongs_to_its_data(corpora, options, key):
-    there, here = rows_of(corpora).identity, rows_of(corpora, **options).identity
-    assert there == rows_of(corpora).identity
-    assert here.get(key) != there.get(key)
 
 
 SEEDS = st.integers(0, 2**63)

@@ -14,7 +14,7 @@ import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
 from tests.support.corpora import write_jsonl
-from torchtitan_lr.checks.values import check_corpora, check_data
+from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
@@ -82,16 +82,6 @@ def test_another_text_of_the_same_size_and_time(tmp_path, config, monkeypatch, s
     assert len(found) == 4
 
 
-def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write("{\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:201"):
-        ensure_prepared(config())
-    ensure_prepared(config("--training.max_bad_records=1"))
-    with pytest.raises(ConfigError, match=r"training\.max_bad_records: got 0, expected .* = 1"):
-        ensure_prepared(config())
-
-
 def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
     (tmp_path / "b.txt").write_text("Other words.\n" * 900)
     job = config(path=None)
@@ -147,28 +137,6 @@ def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, training, expected
         f"{source.paths[0]} {source.config} {source.split} {source.part} {source.tokens}"
         for source in part.sources
     ] == expected
-
-
-def test_ranks_do_not_change_what_is_prepared_of_the_hub(tmp_path, config):
-    """One rank takes a batch of its own; others are asked for the number of tokens."""
-    (tmp_path / "dataset").mkdir()
-    write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
-    options = f"--training.dataset=hf --training.dataset_path={tmp_path}/dataset --training.steps=2"
-    options += " --parallelism.tensor_parallel_degree=1 --training.seq_len=15"
-    options += " --validation.no_enable --training.local_batch_size=4"
-    options += " --training.global_batch_size=-1"
-    found = set()
-    for ranks, more in [
-        (1, ""),
-        (4, "--training.global_batch_size=4"),
-        (2, "--training.hf_tokens=192"),
-    ]:
-        job = config(options, more, path=None)
-        check_data(job, ranks, "cpu")
-        found.add(ensure_prepared(job)[0].folder)
-    assert len(found) == 1
-    with pytest.raises(ConfigError, match=r"hf_tokens: got 0, .*\(384\).*global_batch_size = 8"):
-        check_corpora(config(options, path=None), 2, "cpu")
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "a file system without locks"])

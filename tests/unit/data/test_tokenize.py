@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.corpora import read_documents, write_jsonl
+from tests.support.nightly import nightly
 from torchtitan_lr.data import sources
 from torchtitan_lr.data import tokenize as tokenizing
 from torchtitan_lr.data.corpus import PARTS
@@ -229,33 +230,6 @@ def test_a_folder_has_no_hidden_files_and_no_links_out_of_it(tmp_path):
                 Reader(Source(source, (str(path),)))
 
 
-def test_columns_of_text_have_several_types(tmp_path):
-    column = pa.array([*TEXTS[:30], None, ""], pa.string())
-    others = [column.cast(pa.string_view()), column.cast(pa.large_string())]
-    found = set()
-    for index, form in enumerate([column, *others, column.dictionary_encode()]):
-        pq.write_table(pa.table({"text": form}), tmp_path / f"{index}.parquet")
-        found.add(prepare(tmp_path / f"{index}.parquet", tmp_path / f"out{index}").identity)
-    assert len(found) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "want"),
-    [
-        ("a.txt", "UTF-16"),
-        ("b.parquet", "column 'text'"),
-        ("no.txt", "an existing file"),
-        ("pipe.txt", "files that end in"),  # of which a read may never return
-    ],
-)
-def test_what_is_no_text(tmp_path, name, want):
-    (tmp_path / "a.txt").write_bytes("words and words".encode("utf-16"))
-    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(ConfigError, match=want):
-        prepare(tmp_path / name, tmp_path / "out")
-
-
 def in_child(function):
     """Call a function in a child. Return its exit code when no process of it lives."""
     context = multiprocessing.get_context("fork")
@@ -314,7 +288,8 @@ def test_a_killed_preparation_loses_one_unit(tmp_path, monkeypatch):
 
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a"}]}
-HANGS = [(signal.SIGINT, {"text": "a"}), (signal.SIGTERM, CHAT)]  # in threads, in the main one
+HANGS = [(signal.SIGINT, {"text": "a"}), *nightly((signal.SIGTERM, CHAT))]
+"""In threads, and in the main one."""
 
 
 @pytest.mark.parametrize(("number", "record"), HANGS, ids=["text", "chats"])
@@ -342,31 +317,6 @@ def test_a_tokenizer_that_never_ends_is_stopped(tmp_path, number, record):
             assert process.wait(10) == -number
         finally:
             process.kill()
-
-
-def test_a_read_that_never_returns_is_stopped(tmp_path):
-    """A pipe stands for a storage that hangs."""
-    path, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
-    reader = Reader(Source("local", (str(path),), part="train"))
-    assert reader.stamp and reader.limit
-    path.unlink()
-    os.mkfifo(path)
-
-    def run():
-        signal.signal(signal.SIGTERM, own_process)  # Python's handlers run too late
-        prepare_folder([reader], TOKENIZER, out, "--out")
-
-    def own_process(*_):
-        os._exit(0)
-
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    while not (out / "preparing.json").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    child.terminate()
-    child.join(10)
-    assert child.exitcode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

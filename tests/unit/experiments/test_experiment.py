@@ -12,6 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
+from tests.support.nightly import nightly
+from torchtitan_lr.experiments import results
 from torchtitan_lr.experiments.experiment import read_experiment
 from torchtitan_lr.experiments.plan import Plan
 from torchtitan_lr.experiments.results import fits_of, law_table
@@ -85,18 +87,6 @@ def test_mistakes_are_one_line(tmp_path, capsys, old, new, message):
     assert message in error and error.count("\n") == 1
 
 
-def test_a_plan_reads_no_corpus_and_names_a_damaged_point(tmp_path, capsys):
-    corpus = ["--training.dataset=local", "--training.dataset_path=/none.jsonl"]
-    arguments = ["plan", write(tmp_path), f"--out={tmp_path / 'o'}", *corpus]
-    assert scaling.main(arguments) == 0
-    (tmp_path / "o" / "point").mkdir()
-    for text in ("null", '{"settings": {}, "row": {}}'):
-        (tmp_path / "o" / "point" / "point.json").write_text(text)
-        assert scaling.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: --out: got '{tmp_path}/o/point/point.json'")
-
-
 def test_our_experiments():
     for folder in ("train_configs", "scripts/research"):
         paths = sorted(ROOT.glob(f"{folder}/experiments/*.toml"))
@@ -110,14 +100,14 @@ FAMILY = """
 from torchtitan_lr.models.families import ModelFamily
 from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
 from torchtitan_lr.training.register import register_model_family
-from torchtitan_lr.titan.components import build_optimizers
+from torchtitan.components.optimizer import build_optimizers
 
 register_model_family(ModelFamily("own_family"))
 register_optimizer(OptimizerEntry("OwnAdam", build_optimizers))
 """
 
 
-@pytest.mark.parametrize("place", ["family", "command line"])
+@pytest.mark.parametrize("place", ["command line", *nightly("family")])
 def test_a_family_and_an_optimizer_from_outside(tmp_path, place):
     """Named by custom_import, in a process that does not know them yet."""
     (tmp_path / "own_family.py").write_text(FAMILY)
@@ -241,6 +231,19 @@ def row(size, flops):
     loss = 1.8 + 3 * (flops / 1e10) ** -0.2
     setting = {"family": "a", "size": size, "FLOPs": flops}
     return setting | {"loss": (loss, None, None), "losses": {0: loss}}
+
+
+def test_one_size_and_one_budget_are_drawn_as_a_row_per_family(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(results, "finish", lambda figure, *_: figures.append(figure))
+    size = {"tokens_per_parameter": 1.0, "equal": "tokens", "learning_rate": 1e-3}
+    size |= {"N": 1, "D": 1, "seeds": 1, "minus_reference": None}
+    rows = [row("a", flops) | size | {"family": name} for name, flops in (("x", 1e10), ("y", 2e10))]
+    plan = plan_of(tmp_path)
+    for drawn in (rows, [rows[0], rows[1] | {"size": "b"}]):  # the second: two sizes
+        results.write(plan, [], drawn, {})
+    labels = [[text.get_text() for text in f.axes[0].get_yticklabels()] for f in figures]
+    assert labels[0] == ["x", "y"] != labels[1] and len(figures[0].axes) == 2
 
 
 def test_a_law_is_fitted_to_what_no_cheaper_point_beats():

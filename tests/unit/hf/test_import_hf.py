@@ -157,7 +157,7 @@ def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
         ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling: got 'li"),
-        ({"hidden_size": None}, "model.dim: got None, expected an integer"),
+        ({"hidden_size": None}, "model.dim: got None, expected a positive integer"),
         ({"num_hidden_layers": 4}, "a tensor model.layers.3."),
     ],
 )

@@ -8,7 +8,6 @@ import torch
 
 from tests.commands import Command
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.hf.export import export_factored
 from torchtitan_lr.hf.svd_import import factorise, truncate
 from torchtitan_lr.models.state_dict_adapter import merge_factors
 from torchtitan_lr.training.loading import as_model
@@ -96,25 +95,6 @@ def test_reported_errors_are_those_over_the_activations_of_the_whole_model(dense
         over_text = float((lost @ x).norm() / (weight @ x).norm())
         assert report.weighted_error == pytest.approx(over_text, rel=1e-4)
         assert plain[report.name].error < report.error and plain[report.name].weighted_error is None
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            ["--family", "cola", "--rank", "8"],
-            "--family: got 'cola', expected full as in DIR",
-        ),
-        (["--family", "svd"], "--rank: got None, expected a rank"),
-        (["--rank", "8"], "--rank: got 8, expected nothing, or --family svd"),
-        (["--family", "svd", "--rank", "49"], "--rank: got 49, expected a rank from 1 to 48"),
-    ],
-)
-def test_starts_that_do_not_exist_are_refused(options, line, tmp_path, capsys, dense):
-    export_factored(dense.model_args, dense.state_dict(), tmp_path)
-    assert import_hf.main([str(tmp_path), str(tmp_path / "out"), *options]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: {line}")
 
 
 def draw(*shape, seed=0):

@@ -152,18 +152,3 @@ def test_comparison() -> None:
     assert len(differences(compare([], [traffic], dtypes))) == 1
     unknown = compare([row(scope="step")], [], dtypes)
     assert unknown[0]["expected_calls"] is None and differences(unknown) == []
-
-
-def test_products_until_a_result_is_read() -> None:
-    """Other bytes of the same buffer and views of the result end nothing."""
-    x, a = torch.zeros(64), torch.ones(4, 5)
-    with CommLedger([], {}) as ledger:
-        dist.all_reduce(x[:8], async_op=True)
-        x[32:].add_(1)
-        a @ a.t()
-        x.view(8, 8)
-        a @ a.t()
-        x[:4].sum()
-        a @ a.t()
-    (row,) = ledger.rows()
-    assert row["overlapped_flops"] == 2 * (2 * 4 * 4 * 5)

@@ -8,26 +8,9 @@ import pytest
 from tests.oracle.parameters import count_parameters
 from tests.unit.tiny import job_config, tiny_args
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.flavors import FLAVORS, write_model_args
 from torchtitan_lr.titan.specs import RoPEScalingArgs
-
-
-def test_published_shapes():
-    shapes = {
-        "60M": (512, 1376, 8, 8, 128, 32000),
-        "1B": (2048, 5461, 32, 24, 512, 32000),
-        "3B": (3072, 8192, 24, 28, 768, 32000),
-        "7B": (4096, 11008, 32, 32, 1024, 32000),
-        "8B": (4096, 14336, 32, 32, 1024, 128256),
-        "debug": (128, 344, 8, 4, 32, 4096),
-        "tiny": (256, 688, 8, 2, 64, 4096),
-    }
-    for flavor, shape in shapes.items():
-        a = FLAVORS["cola"][flavor]
-        assert (a.dim, a.ffn_dim, a.n_heads, a.n_layers, a.rank_ffn, a.vocab_size) == shape
-        assert a.rank_attention == a.rank_ffn
 
 
 def test_a_file_is_a_flavor_of_its_family(tmp_path):
@@ -77,23 +60,6 @@ def test_vocabulary_of_ones_own(wanted, degree, lanes, rows):
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides", "key"),
-    [
-        ("cola", {"rank": -1}, "low_rank.rank"),
-        ("cola", {"activation": "gelu"}, "low_rank.activation"),
-        ("lax", {"lax_gate": "vector"}, "low_rank.lax_gate"),
-        ("svd", {"activation": "both"}, "low_rank.activation"),
-        ("cola", {"seq_len": 0}, "training.seq_len"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(family, overrides, key):
-    args = FLAVORS[family]["debug"]
-    with pytest.raises(ConfigError) as caught:
-        args.update_from_config(job_config(**overrides))
-    assert caught.value.key == key and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("family", "changes", "key"),
     [
         ("cola", {"dim": 50}, "model.n_heads"),  # 4 heads
@@ -111,20 +77,3 @@ def test_shapes_that_do_not_fit_are_refused(family, changes, key):
     with pytest.raises(ConfigError) as caught:
         tiny_args(family, **changes)
     assert caught.value.key == key and "\n" not in str(caught.value)
-
-
-def test_placement_table():
-    """CoLA, Table 10: the projections with σ in the bottleneck, and whether SwiGLU has its own."""
-    names = ["q", "k", "v", "o", "gate", "up", "down"]
-    table = {}
-    for placement in ("both", "lowrank", "reduced", "fullrank", "none"):
-        args = LlamaArgs(activation=placement)
-        inner = [name for name in names if args.latent_silu(name)]
-        table[placement] = (inner, args.outer_silu)
-    assert table == {
-        "both": (names, True),
-        "lowrank": (names, False),
-        "reduced": (["gate"], False),
-        "fullrank": ([], True),
-        "none": ([], False),
-    }

@@ -45,36 +45,6 @@ def test_real_and_complex_arithmetic_agree(dtype, limit, scaling):
         assert ((a - b).abs().max() <= limit * b.abs().max()).item() == same
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_llama_3_scaling_is_hugging_faces(head_dim):
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = LlamaConfig(
-        hidden_size=head_dim * 4,
-        num_attention_heads=4,
-        rope_theta=500000.0,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
-    ours, unscaled = (  # radians at position 1
-        build_freqs_cis(head_dim, 2, 500000.0, scaling, torch.float64)[1].angle()
-        for scaling in (RoPEScalingArgs(), None)
-    )
-    # Theirs are fp32 throughout: an exponent below 1 that is off by 2^-24 moves a power of 500,000
-    # by ln(500,000) 2^-24 = 8e-7, and four more operations round by 6e-8 each.
-    torch.testing.assert_close(ours.float(), theirs, rtol=2e-6, atol=0)
-    assert (ours / unscaled).min() == pytest.approx(1 / 8)
-    assert (ours / unscaled).max() == 1
-    assert not torch.allclose(unscaled.float(), theirs, rtol=1e-3)
-
-
 def test_bf16_is_rotated_in_fp32():
     x = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     table = build_freqs_cis(8, 16, 10000.0, None)

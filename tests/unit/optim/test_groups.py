@@ -3,12 +3,13 @@
 
 import pytest
 
+from tests.support.nightly import nightly
 from tests.unit.tiny_trainer import history, parameters, tiny_trainer
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
-OPTIMIZERS = ["AdamW", "TSRAdam", "Muon", "LoRAMuon"]
+OPTIMIZERS = ["AdamW", "TSRAdam", "LoRAMuon", *nightly("Muon")]
 OPTIONS = [
     *("--optimizer.lr=0.125", "--optimizer.weight_decay=0.5", "--lr_scheduler.warmup_steps=2"),
     *("--training.max_norm=1e9", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"),

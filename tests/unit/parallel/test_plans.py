@@ -4,19 +4,13 @@
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
-from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.one_device import Planned
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import (
     PLANS,
-    apply_tensor_parallel,
     check_gather,
     resolve_settings,
 )
@@ -73,25 +67,3 @@ def test_latents_that_are_not_whole_are_not_gathered(
     check_gather("kv", tiny_args(family), TPSettings(plan), degree)
     whole = TPSettings("vanilla" if degree == 1 else "btp")
     check_gather("latents", tiny_args("cola"), whole, degree)
-
-
-@pytest.mark.parametrize(
-    ("family", "plan"),
-    [("svd", "btp"), ("lax", "vanilla_replicated"), ("full", "megatron"), ("full", "caat")],
-)
-def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: str) -> None:
-    with torch.device("meta"):
-        model = LlamaModel(tiny_args(family, **(LANES if plan == "caat" else {})))
-    model.tok_embeddings = None  # a later pipeline stage
-    del model.layers["0"]
-    with fake_ranks(2) as mesh:
-        assert mesh is not None
-        apply_tensor_parallel(model, mesh, TPSettings(plan))
-    halved = set()
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        if 2 * parameter.to_local().numel() == parameter.numel():
-            halved.add(name)
-    norms = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")}
-    assert halved == set(dict(model.named_parameters())) - (set() if plan == "btp" else norms)
-    assert {type(m.plan) for m in model.modules() if isinstance(m, Planned)} == {PLANS[plan]}

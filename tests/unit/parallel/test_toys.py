@@ -6,7 +6,6 @@ That they train, and send what their formulas say, is in tests/distributed.
 
 import importlib
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.families import FAMILIES, ModelFamily
+from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
-from torchtitan_lr.training.register import register_model_family
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +28,9 @@ def _leaves_nothing_behind():
     yield
     for module in ("tests.toy_family", "tests.toy_plan"):
         sys.modules.pop(module, None)
-    for name in ("tanh", "dense2", "lax2"):
-        FAMILIES.pop(name, None)
-        FLAVORS.pop(name, None)
-        REGISTERED_SPECS.pop(f"llama_{name}", None)
+    FAMILIES.pop("tanh", None)
+    FLAVORS.pop("tanh", None)
+    REGISTERED_SPECS.pop("llama_tanh", None)
     for registry in (PLANS, FORMULAS):
         registry.pop("gathered", None)
     if "gathered" in TP_PLANS:
@@ -80,24 +76,6 @@ def test_a_toml_may_name_a_plan_of_its_module(tmp_path):
     assert build_job_config([f"--job.config_file={toml}"]).parallelism.tp_plan == "gathered"
     with pytest.raises(ConfigError, match=r"'caat', 'gathered'$"):
         build_job_config(["--parallelism.tp_plan=no_such_plan"])
-
-
-@pytest.mark.parametrize(
-    ("family", "like"),
-    [
-        (ModelFamily("dense2", low_rank=False), "full"),
-        (ModelFamily("lax2", carries_latents=True, gated=True), "lax"),
-    ],
-    ids=["dense", "gated"],
-)
-def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
-    register_model_family(family)
-    args = replace(FLAVORS[family.name]["debug"], lax_gate="scalar" if family.gated else "identity")
-    settings = TPSettings("btp" if args.low_rank else "megatron", comm="sequence")
-    formula = FORMULAS[settings.plan]
-    named_like = formula(replace(args, family=like), settings, 64, 2)
-    assert formula(args, settings, 64, 2) == named_like
-    assert bool(named_like.get("gates")) == family.gated
 
 
 def test_a_module_of_the_working_directory_is_found_and_its_imports_are_told(tmp_path, monkeypatch):

@@ -112,17 +112,6 @@ def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatc
         assert sums == (ranks > 1)
 
 
-def test_a_signal_stops_after_the_very_step_it_arrived_in(tmp_path):
-    with tiny_trainer(tmp_path, *OPTIONS) as trainer:
-        step(trainer)
-        trainer.model_parts[0].register_forward_hook(
-            lambda *_: setattr(trainer.stop, "name", "SIGTERM")
-        )
-        assert trainer.stopped_by is None
-        step(trainer)
-        assert trainer.stopped_by == "SIGTERM" and trainer.step == 2
-
-
 @pytest.mark.parametrize(("moments", "replicas"), [("rotate", 1), ("keep", 1), ("rotate", 2)])
 def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path):
     each = [f"--optimizer.tsr_{name}refresh_interval=1" for name in ("", "embedding_")]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.nightly import nightly
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.errors import ConfigError
@@ -68,48 +69,53 @@ ADAM = {
     "optimizer.beta2": 0.9,
     "optimizer.eps": 1e-3,
     "optimizer.weight_decay": 0.5,
-    "optimizer.weight_decay_on": "matrices",
     "optimizer.adamw_lr": 0.05,
     "optimizer.adamw_weight_decay": 0.25,
 }
-APPLIED = {
-    "adam": ADAM
-    | {
-        "optimizer.groups": "[]",
-        "optimizer.name": "Adam",
-        "lr_scheduler.warmup_steps": 4,
-        "lr_scheduler.total_steps": 9,
-        "lr_scheduler.decay_ratio": 0.25,
-        "lr_scheduler.decay_type": "cosine",
-        "lr_scheduler.min_lr_factor": 0.5,
-        "training.steps": 9,
-        "training.global_batch_size": 4,
-        "training.local_batch_size": 1,  # of one rank with a batch of -1
-        "training.max_norm": 0.01,
-        "training.mask_documents": True,
-        "training.dtype": "bfloat16",
-        "training.mixed_precision_param": "bfloat16",
-    },
-    "tsr": ADAM
-    | {
-        "optimizer.groups": "[{pattern = 'attention', lr_multiplier = 2}]",
-        "optimizer.tsr_scale": 0.1,
-        "optimizer.tsr_refresh_interval": 2,
-        "optimizer.tsr_embedding_refresh_interval": 1,
-        "optimizer.tsr_start": "gradient",
-        "optimizer.tsr_oversampling": 0,
-        "optimizer.tsr_power_iterations": 0,
-        "optimizer.tsr_moments": "rotate",
-        "optimizer.tsr_stagger": False,
-    },
-    "muon": {
-        "optimizer.momentum": 0.5,
-        "optimizer.nesterov": False,
-        "optimizer.adamw_lr": 0.1,
-        "optimizer.adamw_weight_decay": 0.5,
-    },
-}
-"""Another value of each key that a resumed run applies."""
+APPLIED = [
+    ("adam", ADAM | {"optimizer.weight_decay_on": "matrices"}),
+    ("adam", {"optimizer.groups": "[]", "optimizer.name": "Adam", "training.max_norm": 0.01}),
+    (
+        "adam",
+        {
+            "lr_scheduler.warmup_steps": 4,
+            "lr_scheduler.total_steps": 9,
+            "lr_scheduler.decay_ratio": 0.25,
+            "lr_scheduler.decay_type": "cosine",
+            "lr_scheduler.min_lr_factor": 0.5,
+        },
+    ),
+    ("adam", {"training.steps": 9, "training.global_batch_size": 4}),
+    ("adam", {"training.local_batch_size": 1, "training.mask_documents": True}),  # a batch of -1
+    ("adam", dict.fromkeys(("training.dtype", "training.mixed_precision_param"), "bfloat16")),
+    (
+        "tsr",
+        ADAM
+        | {
+            "optimizer.groups": "[{pattern = 'attention', lr_multiplier = 2}]",
+            "optimizer.tsr_scale": 0.1,
+            "optimizer.tsr_power_iterations": 0,
+            "optimizer.tsr_oversampling": 0,
+            "optimizer.tsr_moments": "rotate",
+        },
+    ),
+    (
+        "tsr",
+        {"optimizer.tsr_refresh_interval": 2, "optimizer.tsr_embedding_refresh_interval": 1},
+    ),
+    ("tsr", {"optimizer.tsr_start": "gradient", "optimizer.tsr_stagger": False}),
+    (
+        "muon",
+        {
+            "optimizer.momentum": 0.5,
+            "optimizer.nesterov": False,
+            "optimizer.adamw_lr": 0.1,
+            "optimizer.adamw_weight_decay": 0.5,
+        },
+    ),
+]
+"""Other values of the keys that a resumed run applies; ``--full`` changes each alone, too."""
+ALONE = [(name, {key: value}) for name, changes in APPLIED for key, value in changes.items()]
 
 TOKENIZER = Path(tempfile.mkdtemp())
 """Another file with the same tokens."""
@@ -186,19 +192,23 @@ def stopped(name):
         return recipe, folder, copy.deepcopy((weights, states))
 
 
-@cache
-def resumed(name, key="", value=None):
+def resumed(name, changes):
     """Weights and rates of two more steps."""
     recipe, folder, _ = stopped(name)
-    with trainer_of(folder, recipe, **{key: value} if key else {}) as trainer:
+    with trainer_of(folder, recipe, **changes) as trainer:
         assert trainer.checkpointer.load(2)
         return two_steps(trainer)
 
 
-def own_training(name, key, value):
-    """The same of a run that has the value from its start, and is given what the other learned."""
+@cache
+def unchanged(name):
+    return resumed(name, {})
+
+
+def own_training(name, changes):
+    """The same of a run that has the values from its start, and is given what the other learned."""
     recipe, folder, (weights, states) = stopped(name)
-    with trainer_of(folder / "own", recipe, **{key: value}) as trainer:
+    with trainer_of(folder / "own", recipe, **changes) as trainer:
         parameters, own_states = trainer.model_parts[0].parameters(), states_of(trainer)
         for parameter, weight, own, saved in zip(
             parameters, weights, own_states, states, strict=True
@@ -222,14 +232,11 @@ def same(run, other):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [(name, *pair) for name, values in APPLIED.items() for pair in values.items()],
-)
-def test_applied(name, key, value):
-    found = resumed(name, key, value)
-    assert same(found, own_training(name, key, value))
-    assert not same(found, resumed(name))
+@pytest.mark.parametrize(("name", "changes"), [*APPLIED, *nightly(*ALONE)])
+def test_applied(name, changes):
+    found = resumed(name, changes)
+    assert same(found, own_training(name, changes))
+    assert not same(found, unchanged(name))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -328,11 +335,11 @@ def outside(monkeypatch):
 
 @pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-turned", "AdamW")])
 def test_an_optimizer_from_outside_goes_on(name, other, outside):
-    lr = ("optimizer.lr", BASE["optimizer.lr"])
-    assert same(resumed(name), own_training(name, *lr))
+    found = resumed(name, {})
+    assert same(found, own_training(name, {}))
     # The control: the state counts, and the other optimizer has another one.
-    excluded = resumed(name, "checkpoint.exclude_from_loading", "optimizer")
-    assert not same(excluded, resumed(name))
+    excluded = resumed(name, {"checkpoint.exclude_from_loading": "optimizer"})
+    assert not same(excluded, found)
     with pytest.raises(ConfigError, match=f"^optimizer.name: got '{other}'"):
         recipe, folder, _ = stopped(name)
         with trainer_of(folder, recipe, **{"optimizer.name": other}):

@@ -117,28 +117,6 @@ def test_a_pairs_change_does_not_depend_on_its_split():
     assert found["LoRAMuon"] < 1e-2 < 0.1 < min(found["Spectron"], found["Muon"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_saved_state_goes_on_bitwise(rule, dtype):
-    (one, first), (two, second) = [(m, m.build(rule)) for m in (Linear(dtype), Linear(dtype))]
-
-    def take_steps(linear, muon, steps):
-        for step in steps:
-            for p, gradient in zip(linear.parameters(), gradients(step), strict=True):
-                p.grad = gradient.to(dtype)
-            muon.step()
-
-    take_steps(one, first, (0, 1))
-    two.load_state_dict(one.state_dict())
-    second.load_state_dict(first.state_dict())
-    take_steps(one, first, (2, 3))
-    take_steps(two, second, (2, 3))
-    for a, b in zip(one.parameters(), two.parameters(), strict=True):
-        assert torch.equal(a, b)
-        momentum = first.state[a][first.rule.momentum]
-        assert momentum.dtype == torch.promote_types(dtype, torch.float32)
-
-
 def test_what_a_rule_cannot_have_is_refused():
     with pytest.raises(ValueError, match="takes pairs of factors only"):
         SpectralOptimizer([drawn(4, 4)], "Spectron")
