@@ -41,7 +41,8 @@ class Watched(Trainer):
         super().train_step(data_iterator)
         self.sent.append(self._ledger.rows() if self._ledger else [])
         if self.step == 1:
-            parts = self.model_parts if self.outer is None else []  # else each replica's own
+            # Replicas that train apart have their own.
+            parts = self.model_parts if self.outer is None else []
             self.first = self._held() | {"parameters": full_parameters(parts)}
             # TSR-Adam's are those of one replica.
             own = [] if hasattr(self.optimizers, "gradients") else parts
@@ -52,6 +53,9 @@ class Watched(Trainer):
         parameters = [p for part in self.model_parts for p in part.parameters()]
         states = [s for o in self.optimizers.optimizers for s in o.state.values()]
         values = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+        if self.outer is not None:
+            for kind in (self.outer.common, self.outer.momentum, self.outer.residual):
+                values += kind.values()
         gradients = [p.grad for p in parameters if p.grad is not None]
         tensors = {"weights": parameters, "gradients": gradients, "optimizer": values}
         return {"held": {name: bytes_of(found) for name, found in tensors.items()}}

@@ -136,21 +136,24 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
 
 def check_outer(config: Any, world_size: int, device_type: str) -> None:
     """Check that outer steps fit the run, its layers, and what sums gradients over replicas."""
-    section, args, entry = config.outer, llama_args(config), ENTRIES[config.optimizer.name]
+    section, training, entry = config.outer, config.training, ENTRIES[config.optimizer.name]
     if not section.every:
         return
-    steps, codec = config.training.steps, config.grad_compression.codec
-    want = f"at most training.steps ({steps}), or 0"
-    require(section.every <= steps, "outer.every", section.every, want)
+    want = f"at most training.steps ({training.steps}), or 0"
+    require(section.every <= training.steps, "outer.every", section.every, want)
+    args, fragments = llama_args(config), section.fragments
     most = min(section.every, args.n_layers if args else 1)
     want = f"at most {most}: fragments are of whole layers, exchanged in steps of their own"
-    require(section.fragments <= most, "outer.fragments", section.fragments, want)
+    require(fragments <= most, "outer.fragments", fragments, want)
     want = f"0 with {entry.name}, which sums over the replicas by itself in every step"
     require(not entry.sums_replicas, "outer.every", section.every, want)
-    want = "'none' with outer.every > 0: there is no slow sum of gradients left to compress"
+    codec = config.grad_compression.codec
+    want = "'none' with outer.every > 0: no slow sum of gradients is left to compress"
     require(codec == "none", "grad_compression.codec", codec, want)
-    offload, want = config.training.enable_cpu_offload, "false with outer.every > 0"
+    offload, want = training.enable_cpu_offload, "false with outer.every > 0"
     require(not offload, "training.enable_cpu_offload", offload, want)
+    want = "'float32' with outer.every > 0, whose sums have it"
+    require(training.dtype != "bfloat16", "training.dtype", training.dtype, want)
 
 
 def check_pipeline(config: Any, world_size: int, device_type: str) -> None:

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from torchtitan_lr.checks.job import check_job_config
@@ -11,8 +12,9 @@ from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.costs.described_run import Run, with_wire
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
+from torchtitan_lr.costs.messages import element_size
 from torchtitan_lr.costs.rehearsal import rehearse_run
-from torchtitan_lr.costs.step_time import step_time
+from torchtitan_lr.costs.step_time import communication_seconds, step_time
 from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
@@ -120,7 +122,8 @@ def _column(run: Run, hardware: Hardware, every_mode: bool = False) -> dict[str,
     for pp_rank in range(run.pp):
         rows = step_traffic(run, pp_rank, rehearsal)
         passes = [row for row in rows if row.pass_ != "optimizer"]
-        averaged.append(passes + run.optimizer.mean_traffic(pp_rank))
+        mean = run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
+        averaged.append(passes + mean)
         ranks.append(
             {
                 "rank": pp_rank,
@@ -148,11 +151,16 @@ def _column(run: Run, hardware: Hardware, every_mode: bool = False) -> dict[str,
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
     kinds: dict[str, dict[str, int]] = {}
-    for kind, rows in run.optimizer.kinds_of_steps(busiest["rank"]).items():
+    seconds: dict[str, float] = {}
+    sizes = partial(element_size, dtypes=run.wire_dtypes)
+    of_steps = run.optimizer.kinds_of_steps(busiest["rank"])
+    for kind, rows in (of_steps | run.outer.kinds_of_steps(busiest["rank"])).items():
         by_wire = {wire: bytes_by_dim(rows, with_wire(run, wire).wire_dtypes) for wire in WIRES}
-        kinds[kind] = {wire: _total(sizes) for wire, sizes in by_wire.items()}
+        kinds[kind] = {wire: _total(sent) for wire, sent in by_wire.items()}
+        seconds[kind] = sum(communication_seconds(rows, sizes, run.mesh, hardware).values())
     if kinds:
-        report["kinds_of_steps"] = {"name": run.entry.name, "bytes": kinds}
+        what = {"name": run.entry.name, "bytes": kinds, "seconds": seconds}
+        report["kinds_of_steps"] = what
     if run.entry.cost is None:
         report["own_optimizer"] = run.entry.name
     if run.pp > 1:
@@ -198,7 +206,8 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
     kinds = report.get("kinds_of_steps", {"bytes": {}})
     for kind, by_wire in kinds["bytes"].items():
         sizes = [f"{size / GIB:,.3f} in {wire}" for wire, size in by_wire.items()]
-        lines.append(f"{kinds['name']}, {kind} step (GiB): {', '.join(sizes)}")
+        took = f"{kinds['seconds'][kind]:.4g} s (modelled)"
+        lines.append(f"{kinds['name']}, {kind} step (GiB): {', '.join(sizes)}; {took}")
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     for name, column in columns.items():
         if own := column.get("own_optimizer"):

@@ -140,12 +140,12 @@ class Run:
     def optimizer(self) -> OptimizerCost:
         """What the optimizer sends, holds and computes; AdamW's of one that does not say it."""
         cost: OptimizerCost = imported(self.entry.cost or OptimizerCost)(self)
-        return OuterCost(self, cost) if self.config.outer.every and not self.baseline else cost
+        return cost
 
-    @property
-    def apart(self) -> bool:
-        """Whether gradients of different replicas are not summed, or by the optimizer alone."""
-        return self.entry.sums_replicas or isinstance(self.optimizer, OuterCost)
+    @cached_property
+    def outer(self) -> OuterCost:
+        """What outer steps send and hold."""
+        return OuterCost(self)
 
     @cached_property
     def global_shapes(self) -> dict[str, Shape]:

@@ -23,7 +23,7 @@ from torchtitan_lr.costs.messages import Traffic, element_size, merge
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.errors import require
 from torchtitan_lr.ledger.scopes import OUTER
-from torchtitan_lr.optim.outer import OuterSettings, coded_bytes, layer_fragments
+from torchtitan_lr.optim.outer import coded_bytes, layer_fragments
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 
@@ -96,16 +96,8 @@ class OptimizerCost:
         size = MOMENTS * self.run.precision.parameter
         return sum(STEP_BYTES + size * prod(piece) for piece in pieces.values())
 
-    def saved_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of what a checkpoint has of them."""
-        return self.state_bytes(pieces)
-
     def buffer_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes that it holds besides the states."""
-        return 0
-
-    def exchange_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes that it needs when activations are gone."""
         return 0
 
     def work(self, pp_rank: int) -> OptimizerWork:
@@ -121,81 +113,59 @@ class OptimizerCost:
         return 0.0
 
 
-class OuterCost(OptimizerCost):
-    """Of replicas that train apart: another optimizer's, and outer steps'."""
+class OuterCost:
+    """What outer steps send and hold beside the optimizer inside: nothing if there are none."""
 
-    def __init__(self, run: Run, inner: OptimizerCost) -> None:
-        super().__init__(run)
-        self.inner, self.settings = inner, OuterSettings(**vars(run.config.outer))
-        self._rounds = self.settings.bits < 32
+    def __init__(self, run: Run) -> None:
+        self.run, self.section = run, run.config.outer
+        self.every = 0 if run.baseline else self.section.every
+        self.rounds = self.section.bits < 32
         # What is held of each parameter: common weights, momentum and a residual.
-        self._copies = 2 + (self._rounds and self.settings.feedback)
-
-    def traffic(self, pp_rank: int) -> list[Traffic]:
-        """Return what a step without an exchange sends."""
-        return self.inner.traffic(pp_rank)
+        self.copies = 2 + (self.rounds and self.section.feedback) if self.every else 0
 
     def exchanges(self, pp_rank: int) -> list[Traffic]:
         """Return what a rank sends for each fragment that it has a part of."""
-        run, fragments, rows = self.run, self.settings.fragments, []
-        pieces = run.pieces_of(pp_rank) if run.replicas > 1 else {}
-        places = layer_fragments(pieces, run.args.n_layers, fragments)
-        for fragment in range(fragments):
-            entries = sum(prod(p) for name, p in pieces.items() if places[name] == fragment)
-            op, role, size = "all_reduce", "outer", entries
-            if self._rounds:
+        pieces = self.run.pieces_of(pp_rank) if self.every and self.run.replicas > 1 else {}
+        fragments = layer_fragments(pieces, self.run.args.n_layers, self.section.fragments)
+        sizes = Counter[int]()
+        for name, piece in pieces.items():
+            sizes[fragments[name]] += prod(piece)
+        op, role, rows = "all_reduce", "outer", []
+        for entries in sizes.values():
+            if self.rounds:
                 op, role = "all_gather", "index"
-                size = run.replicas * coded_bytes(entries, self.settings.bits)
-            if entries:
-                rows.append(Traffic(OUTER, "optimizer", op, role, 1, size, "dp_replicate"))
+                entries = self.run.replicas * coded_bytes(entries, self.section.bits)
+            rows.append(Traffic(OUTER, "optimizer", op, role, 1, entries, "dp_replicate"))
         return rows
 
     def mean_traffic(self, pp_rank: int) -> list[Traffic]:
-        """Return what an average step sends, rounded."""
-        every, rows = self.settings.every, merge(self.exchanges(pp_rank))
-        mean = [
+        """Return what it sends in an average step, rounded."""
+        every, rows = self.every, merge(self.exchanges(pp_rank))
+        return [
             replace(row, calls=round(row.calls / every), elements=round(row.elements / every))
             for row in rows
         ]
-        return self.inner.mean_traffic(pp_rank) + mean
 
     def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
         """Return what steps without and with an exchange of a fragment send, and average ones."""
-        largest = sorted(self.exchanges(pp_rank), key=lambda row: row.elements)[-1:]
-        ordinary = self.traffic(pp_rank)
-        average = self.mean_traffic(pp_rank)
-        return {"ordinary": ordinary, "exchange": ordinary + largest, "average": average}
+        rows, ordinary = self.exchanges(pp_rank), self.run.optimizer.traffic(pp_rank)
+        if not rows:
+            return {}
+        exchange = [*ordinary, max(rows, key=lambda row: row.elements)]
+        average = ordinary + self.mean_traffic(pp_rank)
+        return {"ordinary": ordinary, "exchange": exchange, "average": average}
 
     def state_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of the inner states, common weights, momentum and residual."""
-        own = self._copies * self.run.precision.parameter * sum(map(prod, pieces.values()))
-        return self.inner.state_bytes(pieces) + own
-
-    def saved_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of momentum, and of each replica's states, weights and residual."""
-        weights = self.run.precision.parameter * sum(map(prod, pieces.values()))
-        of_replica = self.inner.state_bytes(pieces) + (self._copies - 1) * weights
-        return weights + self.run.replicas * of_replica
-
-    def buffer_bytes(self, pieces: NamedShapes) -> int:
-        """Return what the inner optimizer holds besides the states."""
-        return self.inner.buffer_bytes(pieces)
+        """Return the bytes of common weights, momentum and residual of a rank's pieces."""
+        return self.copies * self.run.precision.parameter * sum(map(prod, pieces.values()))
 
     def exchange_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of changes, messages and sums of all fragments, as after a last step."""
+        """Return the bytes of changes, sums and messages of all fragments, as after a last step."""
         entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
-        if not self._rounds:
-            return 3 * size * entries
-        messages = (1 + self.run.replicas) * coded_bytes(entries, self.settings.bits)
-        return (2 * size + 3 * 4) * entries + messages
-
-    def work(self, pp_rank: int) -> OptimizerWork:
-        """Return the inner optimizer's: an exchange every so many steps adds little."""
-        return self.inner.work(pp_rank)
-
-    def model_flops(self) -> float:
-        """Return the inner optimizer's."""
-        return self.inner.model_flops()
+        if not self.rounds:
+            return 2 * size * entries
+        messages = (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        return (2 * size + 4 + 2) * entries + messages
 
 
 class MatrixCost(OptimizerCost):

@@ -15,39 +15,20 @@ here is placed as its parameter, so that layouts inside a replica do not matter.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lr.compat.dtensor import local_part, with_local_part
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.config.schema import Outer
 
 BLOCK = 128
 """Numbers that are rounded with a common scale."""
-
-CODED_BITS = (2, 4, 8, 16)
-
-
-@dataclass(frozen=True)
-class OuterSettings:
-    """The keys of ``[outer]``."""
-
-    every: int
-    lr: float
-    momentum: float
-    nesterov: bool
-    bits: int
-    feedback: bool
-    fragments: int
-
-    def due(self, step: int) -> list[int]:
-        """Return the fragments that are exchanged after a step; fragment f is at step fH/F."""
-        offsets = (self.every * f // self.fragments for f in range(self.fragments))
-        return [f for f, offset in enumerate(offsets) if (step - offset) % self.every == 0]
 
 
 def coded_bytes(entries: int, bits: int) -> int:
@@ -63,13 +44,13 @@ def encode(x: Tensor, bits: int) -> Tensor:
     """
     blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
     most = 2 ** (bits - 1) - 1
-    scale = blocks.abs().amax(1, keepdim=True) / most  # (blocks, 1)
+    scale = torch.linalg.vector_norm(blocks, torch.inf, 1, keepdim=True) / most  # (blocks, 1)
     # A block of zeros has scale 0.
-    whole = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).round()
+    whole = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
     if bits == 16:
         codes = whole.to(torch.int16).view(torch.uint8)
     else:
-        unsigned = (whole + most).to(torch.uint8)
+        unsigned = whole.add_(most).to(torch.uint8)
         codes = torch.zeros_like(unsigned[:, :: 8 // bits])
         for place in range(8 // bits):
             codes |= unsigned[:, place :: 8 // bits] << place * bits
@@ -85,8 +66,24 @@ def decode(message: Tensor, entries: int, bits: int) -> Tensor:
         whole = codes.view(torch.int16).float()
     else:
         places = [codes >> place * bits & 2**bits - 1 for place in range(8 // bits)]
-        whole = torch.stack(places, -1).flatten(1).float() - most
-    return (whole * scale).flatten()[:entries]
+        whole = torch.stack(places, -1).flatten(1).float().sub_(most)
+    return whole.mul_(scale).flatten()[:entries]
+
+
+def layer_fragments(names: Iterable[str], layers: int, fragments: int) -> dict[str, int]:
+    """Return the fragment of each parameter: blocks in order, the ends with the first and last."""
+    found = {}
+    for name in names:
+        match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        end = 0 if "embeddings" in name else fragments - 1
+        found[name] = int(match[1]) * fragments // layers if match else end
+    return found
+
+
+def due_after(step: int, every: int, fragments: int) -> list[int]:
+    """Return the fragments that are exchanged after a step; fragment f is at step fH/F."""
+    offsets = (every * fragment // fragments for fragment in range(fragments))
+    return [f for f, offset in enumerate(offsets) if (step - offset) % every == 0]
 
 
 class OuterSteps:
@@ -97,40 +94,28 @@ class OuterSteps:
         momentum: The outer momentum by name.
         residual: What rounding has left of this replica's messages, by name; empty without it.
         together: Whether the parameters are the common weights, as after an exchange of all.
+        began_together: Whether they were when the last step began: its loss is of these weights.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        fragments: Mapping[str, int],
-        settings: OuterSettings,
-        replicas: dist.ProcessGroup | None = None,
+        layers: int,
+        section: Outer,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        # ``fragments`` says of each parameter in which fragment it is exchanged.
-        self.settings, self._replicas = settings, replicas
-        self._size = 1 if replicas is None else dist.get_world_size(replicas)
-        self.parameters, self._fragments = dict(parameters), dict(fragments)
-        self.together = True
-        self.common = {name: copy_of(p) for name, p in parameters.items()}
-        self.momentum = {name: zeros_like(p) for name, p in parameters.items()}
+        # ``mesh`` is of the replicas, if there are several.
+        self.section, self._mesh, self.parameters = section, mesh, dict(parameters)
+        self.replicas, self.replica = 1, 0
+        if mesh is not None:
+            self.replicas, self.replica = mesh.size(), mesh.get_local_rank()
+        self._fragments = layer_fragments(self.parameters, layers, section.fragments)
+        self.together = self.began_together = True
+        self.common = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.momentum = {name: torch.zeros_like(p) for name, p in self.common.items()}
         self.residual: dict[str, Tensor] = {}
-        if settings.bits < 32 and settings.feedback:
-            self.residual = {name: zeros_like(p) for name, p in parameters.items()}
-
-    def message_bytes(self) -> int:
-        """Return the bytes that this rank sends each other replica of all fragments together."""
-        total = 0
-        for fragment in range(self.settings.fragments):
-            parts = [local_part(self.common[name]) for name in self._names({fragment})]
-            entries = sum(part.numel() for part in parts)
-            if self.settings.bits == 32:
-                total += sum(part.nbytes for part in parts)
-            elif entries:
-                total += coded_bytes(entries, self.settings.bits)
-        return total
-
-    def _names(self, fragments: Container[int]) -> list[str]:
-        return [name for name, fragment in self._fragments.items() if fragment in fragments]
+        if section.bits < 32 and section.feedback:
+            self.residual = {name: torch.zeros_like(p) for name, p in self.common.items()}
 
     @torch.no_grad()
     def after(
@@ -141,17 +126,21 @@ class OuterSteps:
         Call it on every rank. It returns False, and has changed nothing, if a rank's mean is not
         finite. The messages are sent inside of ``sending``.
         """
-        due = range(self.settings.fragments) if last else self.settings.due(step)
+        fragments, self.began_together = self.section.fragments, self.together
+        due = range(fragments) if last else due_after(step, self.section.every, fragments)
         if not due:
             self.together = False
             return True
-        names = self._names(due)
-        none = local_part(next(iter(self.common.values()))).new_empty(0)
         # A pipeline rank may have nothing of a fragment.
-        changes = torch.cat([none, *(self._change(name) for name in names)])  # (n,): Δₖ + eₖ
+        names = [name for name, fragment in self._fragments.items() if fragment in due]
+        none = local_part(next(iter(self.common.values()))).new_empty(0)
+        changes = torch.cat([none, *map(self._change, names)])  # (n,): Δₖ + eₖ
         with sending or nullcontext():
             mean, sent = self._mean(changes) if names else (none, none)
-        if not finite_everywhere(mean):
+        bad = (~mean.isfinite().all()).float()
+        if dist.is_initialized():
+            dist.all_reduce(bad)
+        if bad.item():  # the host waits for the exchange
             return False
         left = changes.sub_(sent)
         sizes = [local_part(self.common[name]).numel() for name in names]
@@ -160,7 +149,7 @@ class OuterSteps:
             if self.residual:
                 own = local_part(self.residual[name])
                 own.copy_(rest.view_as(own))
-        self.together = len(due) == self.settings.fragments
+        self.together = len(due) == fragments
         return True
 
     def _change(self, name: str) -> Tensor:
@@ -171,63 +160,31 @@ class OuterSteps:
 
     def _mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean over the replicas, and what this one has sent, of numbers x (n,)."""
-        bits, size = self.settings.bits, self._size
+        bits, group = self.section.bits, self._mesh and self._mesh.get_group()
         if bits == 32:
             total = x.clone()
-            if size > 1:
-                dist.all_reduce(total, group=self._replicas)
-            return total / size, x
+            if group:
+                dist.all_reduce(total, group=group)
+            return total.div_(self.replicas), x
         message = encode(x, bits)
-        messages = message.new_empty(size * len(message))
-        if size > 1:
-            dist.all_gather_into_tensor(messages, message, group=self._replicas)
-        else:
-            messages.copy_(message)
+        messages = message
+        if group:
+            messages = message.new_empty(self.replicas * len(message))
+            dist.all_gather_into_tensor(messages, message, group=group)
         total = torch.zeros_like(x)
-        for each in messages.chunk(size):  # in one order on all ranks
+        for each in messages.chunk(self.replicas):  # in one order on all ranks
             total += decode(each, len(x), bits)
-        return total / size, decode(message, len(x), bits).to(x.dtype)
+        return total.div_(self.replicas), decode(message, len(x), bits)
 
     def _step(self, name: str, delta: Tensor) -> None:
         """Step a parameter along the mean change Δ (n,), from the common weights on."""
-        eta, mu, nesterov = self.settings.lr, self.settings.momentum, self.settings.nesterov
+        section, eta, mu = self.section, self.section.lr, self.section.momentum
         common, own = local_part(self.common[name]), local_part(self.parameters[name])
         momentum, delta = local_part(self.momentum[name]), delta.view_as(common)
         # θ - η (Δ + μ (μ m + Δ)), or θ - η (μ m + Δ), with θ - Δ as the replicas' mean: what a
         # single replica has trained stays bit for bit with η = 1 and μ = 0.
-        alone = self._size == 1 and self.settings.bits == 32
-        trained = own if alone else common - delta
-        weight, kept = (eta * (1 + mu), eta * mu * mu) if nesterov else (eta, eta * mu)
+        trained = own if self.replicas == 1 and section.bits == 32 else common - delta
+        weight, kept = (eta * (1 + mu), eta * mu * mu) if section.nesterov else (eta, eta * mu)
         common.copy_(torch.lerp(common, trained, weight).sub_(momentum, alpha=kept))
         momentum.mul_(mu).add_(delta)
         own.copy_(common)
-
-
-def copy_of(parameter: Tensor) -> Tensor:
-    """Return a copy that is placed as a parameter."""
-    return with_local_part(parameter, local_part(parameter).detach().clone())
-
-
-def zeros_like(parameter: Tensor) -> Tensor:
-    """Return zeros that are placed as a parameter."""
-    return with_local_part(parameter, torch.zeros_like(local_part(parameter).detach()))
-
-
-def finite_everywhere(x: Tensor) -> bool:
-    """Return whether a tensor is finite on every rank; the host waits for it."""
-    bad = (~x.isfinite().all()).float()
-    if dist.is_initialized():
-        dist.all_reduce(bad)
-    return not bad.item()
-
-
-def layer_fragments(names: Iterable[str], layers: int, fragments: int) -> dict[str, int]:
-    """Return the fragment of each parameter: blocks in order, the ends with the first and last."""
-    found = {}
-    for name in names:
-        match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-        if match:
-            found[name] = int(match[1]) * fragments // layers
-        else:
-            found[name] = 0 if "embeddings" in name else fragments - 1
-    return found

@@ -45,7 +45,8 @@ def apply_data_parallel(
     # wrapped too: weights, activations and the residual stream in ``mixed_precision_param``, master
     # weights and sums of micro-batches in fp32, gradients sent in ``mixed_precision_reduce``.
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does, or if nobody does.
-    owned = parallel_dims.dp_replicate_enabled and apart(job_config)
+    own = ENTRIES[job_config.optimizer.name].sums_replicas or job_config.outer.every > 0
+    owned = parallel_dims.dp_replicate_enabled and own
     compresses = job_config.grad_compression.codec != "none"
     training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
@@ -78,11 +79,6 @@ def apply_data_parallel(
             REPLICAS_WIRE[model] = torch.bfloat16
         if mesh is not None and mesh.size() > 1:
             round_on_the_wire(model)
-
-
-def apart(job_config: Any) -> bool:
-    """Return whether a replica's gradient is its own: not summed over replicas by FSDP2."""
-    return ENTRIES[job_config.optimizer.name].sums_replicas or job_config.outer.every > 0
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

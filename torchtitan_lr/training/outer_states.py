@@ -8,8 +8,8 @@ any layout inside of one. Another number of replicas takes the saved ones in tur
 """
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_lr.checkpoints.folders import OUTER
@@ -23,51 +23,47 @@ _OF_REPLICA = re.compile(rf"(?:optimizer|{OUTER})\.replica_(\d+)\.(weights\.)?")
 State = dict[str, Any]
 
 
-@dataclass
-class _Part:
-    """One state of a checkpoint."""
-
-    state_dict: Callable[[], State]
-    load_state_dict: Callable[[State], None]
-
-
-class OuterStates(_Part):
+class OuterStates:
     """The state ``outer`` of a checkpoint."""
 
-    def __init__(
-        self, outer: OuterSteps, optimizers: OptimizersContainer, replica: int, replicas: int
-    ) -> None:
-        # Tensors of parameters are loaded in place.
-        super().__init__(self._state, lambda state: None)
+    def __init__(self, outer: OuterSteps, optimizers: OptimizersContainer) -> None:
         self._outer, self._optimizers = outer, optimizers
-        self._replica, self._replicas = replica, replicas
-        self._source = replica  # the saved replica to load; the own one but while loading
+        self._source = outer.replica  # the saved one to load; the own one but while loading
         self._residual = outer.residual
 
     def replace_in(self, states: State) -> None:
         """Replace those states of a checkpoint manager that outer steps change."""
-        states[MODEL] = _Part(lambda: dict(self._outer.common), self._load_common)
-        states["optimizer"] = _Part(self._optimizer_state, self._load_optimizer)
+        states[MODEL] = SimpleNamespace(
+            state_dict=lambda: dict(self._outer.common), load_state_dict=self._load_common
+        )
+        states["optimizer"] = SimpleNamespace(
+            state_dict=self._optimizer_state, load_state_dict=self._load_optimizer
+        )
         states[OUTER] = self
 
     def expect(self, names: Iterable[str], whole: bool) -> None:
         """Prepare to load a checkpoint with tensors of these names, with or without `outer`."""
         found = [match for name in names if (match := _OF_REPLICA.match(name))]
-        saved = 1 + max((int(match[1]) for match in found), default=self._replicas - 1)
-        self._source = self._replica % saved
+        replicas = self._outer.replicas
+        saved = 1 + max((int(match[1]) for match in found), default=replicas - 1)
+        self._source = self._outer.replica % saved
         self._outer.together = not (whole and any(match[2] for match in found))
-        if saved != self._replicas:
+        if saved != replicas:
             self._residual = {}
-            what = f"{saved} replicas were saved, and {self._replicas} go on, in turns"
+            what = f"{saved} replicas were saved, and {replicas} go on, in turns"
             dropped = "; what rounding has left of their messages is dropped"
             console.info(what + (dropped if self._outer.residual else ""))
 
-    def _state(self) -> State:
+    def state_dict(self) -> State:
+        """Return the momentum, and this replica's residual and weights."""
         own = {f"residual.{name}": value for name, value in self._residual.items()}
         if not self._outer.together:
             own |= {f"weights.{name}": value for name, value in self._outer.parameters.items()}
         momentum = {f"momentum.{name}": value for name, value in self._outer.momentum.items()}
         return momentum | {self._prefix + name: value for name, value in own.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Do nothing: tensors of parameters are loaded in place."""
 
     @property
     def _prefix(self) -> str:
@@ -90,4 +86,4 @@ class OuterStates(_Part):
             local_part(common).copy_(local_part(state[name]))
             if self._outer.together:
                 local_part(self._outer.parameters[name]).copy_(local_part(common))
-        self._source, self._residual = self._replica, self._outer.residual
+        self._source, self._residual = self._outer.replica, self._outer.residual

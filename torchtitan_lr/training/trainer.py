@@ -34,7 +34,7 @@ from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, rates_of
-from torchtitan_lr.optim.outer import OuterSettings, OuterSteps, layer_fragments
+from torchtitan_lr.optim.outer import OuterSteps
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
@@ -105,25 +105,16 @@ class Trainer(TitanTrainer):
         # Replicas that train apart have as many norms as gradients.
         self._apart, self._replica = 1, 0
         if job_config.outer.every:
-            self.outer = self.build_outer()
-            states = OuterStates(self.outer, self.optimizers, self._replica, self._apart)
-            states.replace_in(self.checkpointer.states)
+            parts, replicas = self.model_parts, dims.get_optional_mesh("dp_replicate")
+            layers = parts[0].model_args.n_layers
+            self.outer = OuterSteps(trained_parameters(*parts), layers, job_config.outer, replicas)
+            self._apart, self._replica = self.outer.replicas, self.outer.replica
+            OuterStates(self.outer, self.optimizers).replace_in(self.checkpointer.states)
+            self.metrics_processor.outer = self.outer
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
         self.build_step()
-
-    def build_outer(self) -> OuterSteps:
-        """Build the outer steps of ``[outer]``."""
-        settings = OuterSettings(**vars(self.job_config.outer))
-        parameters = trained_parameters(*self.model_parts)
-        layers = self.model_parts[0].model_args.n_layers
-        fragments = layer_fragments(parameters, layers, settings.fragments)
-        replicas = None
-        if (mesh := self.parallel_dims.get_optional_mesh("dp_replicate")) is not None:
-            replicas = mesh.get_group()
-            self._apart, self._replica = mesh.size(), mesh.get_local_rank()
-        return OuterSteps(parameters, fragments, settings, replicas)
 
     def build_step(self) -> None:
         """Build what a step needs beside torchtitan's parts."""
@@ -197,10 +188,8 @@ class Trainer(TitanTrainer):
             # 4. Collect the next step's micro-batches, while the device computes.
             ahead = self.reader.read_next(data_iterator).counts if another_follows else ()
             # 5. Accept or reject the step, in one all-reduce of all ranks.
-            verdict = decide(
-                *(self.loss, share, self.stop.name is not None, ahead, self.origin.depth),
-                *(self._replica, self._apart),
-            )
+            stop, depth = self.stop.name is not None, self.origin.depth
+            verdict = decide(self.loss, share, stop, ahead, depth, self._replica, self._apart)
             # 6. Scale the gradients down to the largest norm.
             self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
             # 7. Change the weights, unless the step is rejected.
@@ -294,7 +283,6 @@ class Trainer(TitanTrainer):
             good = self.checkpointer.newest() or "none"
             line = f"step {self.step}: an exchange of the replicas' weights is not finite"
             raise NonFiniteError(f"{line}; last good checkpoint: {good}", None, self.step)
-        self.metrics_processor.together = self.outer.together
 
     def settle(self, data: StepData, verdict: Verdict) -> None:
         """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError.
@@ -343,8 +331,6 @@ class Trainer(TitanTrainer):
     def _start(self) -> None:
         """Write and print what is known of the run once its checkpoint is loaded."""
         self.before_start()
-        if self.outer is not None:
-            self.metrics_processor.together = self.outer.together
         changed = self.write_record() or self.job_config.checkpoint.load_step != -1
         self._first_step = self.step
         self.metrics_processor.start_after(self.step, self.checkpointer.run, differs=changed)
@@ -387,12 +373,10 @@ class Trainer(TitanTrainer):
         layout = described_layout(dims)
         console.info(f"{layout}: {rows:,} sequences of {length:,} tokens per step")
         if self.outer is not None:
-            sent = sum(from_all_ranks(self.outer.message_bytes())) / dims.dp_replicate
-            what = f"{sent / 1e6:,.2f} MB per exchange and replica"
+            who = f"{dims.dp_replicate} replicas exchange {config.outer.bits} bits per number"
             if dims.dp_replicate == 1:
-                what = "one replica, which sends nothing"
-            console.info(f"outer steps: every {config.outer.every} steps, {what}")
-            console.info("The loss of a step is that of each replica's own weights")
+                who = "one replica, which sends nothing, steps"
+            console.info(f"outer steps: {who} every {config.outer.every} steps")
         console.info(f"Training starts at step {self.step + 1}")
         if config.compile.enable:
             console.info("The first step compiles the model, which may take minutes")

@@ -128,7 +128,7 @@ def test_what_outer_steps_send_and_hold():
     assert 8 * coded / 30 == pytest.approx(size * (0.5 + 4 / 128) / 30, rel=1e-3)
     kinds = {
         name: sum(bytes_by_dim(rows, run.wire_dtypes).get("dp_replicate", {}).values())
-        for name, rows in run.optimizer.kinds_of_steps(0).items()
+        for name, rows in run.outer.kinds_of_steps(0).items()
     }
     assert kinds == {"ordinary": 0, "exchange": 8 * coded, "average": round(8 * coded / 30)}
     averaged = paper_run(path, None, "--outer.every=0")
@@ -137,10 +137,10 @@ def test_what_outer_steps_send_and_hold():
     sent, gradients = (gradient_bytes(each, 0)["float32"] for each in (run, averaged))
     assert gradients - sent == 4 * entries - kinds["average"]
     fragments = paper_run(path, None, "--outer.fragments=3", "--outer.bits=32")
-    parts = [row.elements for row in fragments.optimizer.exchanges(0)]
+    parts = [row.elements for row in fragments.outer.exchanges(0)]
     assert len(parts) == 3 and sum(parts) == entries
     alone = paper_run(path, 8, "--parallelism.data_parallel_replicate_degree=1")
-    assert alone.optimizer.exchanges(0) == []
+    assert alone.outer.exchanges(0) == []
 
 
 def test_thousands_of_ranks():

@@ -5,25 +5,16 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan_lr.config.schema import Outer
 from torchtitan_lr.optim.outer import (
     BLOCK,
-    OuterSettings,
     OuterSteps,
     coded_bytes,
     decode,
+    due_after,
     encode,
     layer_fragments,
 )
-
-SETTINGS = {
-    "every": 3,
-    "lr": 0.7,
-    "momentum": 0.8,
-    "nesterov": True,
-    "bits": 32,
-    "feedback": True,
-    "fragments": 1,
-}
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
@@ -53,8 +44,7 @@ def test_messages(bits, entries):
 
 
 def test_fragments_are_due_in_turns():
-    settings = OuterSettings(**SETTINGS | {"every": 30, "fragments": 3})
-    due = {step: settings.due(step) for step in range(1, 61) if settings.due(step)}
+    due = {step: due_after(step, 30, 3) for step in range(1, 61) if due_after(step, 30, 3)}
     assert due == {10: [1], 20: [2], 30: [0], 40: [1], 50: [2], 60: [0]}
     names = ["tok_embeddings.weight", *(f"layers.{i}.w.weight" for i in range(6)), "norm.weight"]
     assert list(layer_fragments(names, 6, 3).values()) == [0, 0, 0, 1, 1, 2, 2, 2]
@@ -62,9 +52,7 @@ def test_fragments_are_due_in_turns():
 
 def test_an_outer_step_of_one_replica_is_the_inner_one():
     weight = torch.nn.Parameter(torch.randn(50, 3))
-    outer = OuterSteps(
-        {"w": weight}, {"w": 0}, OuterSettings(**SETTINGS | {"every": 1, "lr": 1.0, "momentum": 0})
-    )
+    outer = OuterSteps({"w": weight}, 1, Outer(every=1, lr=1.0, momentum=0.0))
     trained = weight.detach() * -1e3 + 1e-7
     weight.data.copy_(trained)
     assert (
@@ -84,8 +72,7 @@ def test_outer_steps_are_those_of_sgd(bits, nesterov):
     weight = torch.nn.Parameter(draw())
     twin = torch.nn.Parameter(weight.detach().clone())
     sgd = torch.optim.SGD([twin], lr=0.7, momentum=0.8, nesterov=nesterov)
-    settings = OuterSettings(**SETTINGS | {"bits": bits, "nesterov": nesterov})
-    outer = OuterSteps({"w": weight}, {"w": 0}, settings)
+    outer = OuterSteps({"w": weight}, 1, Outer(every=3, bits=bits, nesterov=nesterov))
     owed = torch.zeros_like(twin)
     for step in range(1, 13):
         weight.data.add_(draw(), alpha=1e-2)
@@ -104,7 +91,7 @@ def test_outer_steps_are_those_of_sgd(bits, nesterov):
 
 def test_what_is_not_finite_changes_nothing():
     weight = torch.nn.Parameter(torch.ones(4))
-    outer = OuterSteps({"w": weight}, {"w": 0}, OuterSettings(**SETTINGS))
+    outer = OuterSteps({"w": weight}, 1, Outer(every=3))
     weight.data[1] = torch.inf
     assert not outer.after(3)
     assert outer.common["w"].eq(1).all() and outer.momentum["w"].eq(0).all()
