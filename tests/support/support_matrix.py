@@ -44,9 +44,10 @@ class SupportMatrix:
         chosen: list[Combination] = []
         for ranks in (4, 8):  # most need at most four
             for cell in sorted(missing):
-                if cell not in missing:
+                alone = dict.fromkeys(self.axes, NONE) | dict(cell)
+                if cell not in missing or world_size(alone) > ranks:
                     continue
-                drawn = (self.draw(source) | dict(cell) for _ in range(1000))
+                drawn = (self.draw(source) | dict(cell) for _ in range(4000))
                 candidates = list(islice((c for c in drawn if self._fits(c, ranks)), 40))
                 if candidates:
                     chosen.append(

@@ -164,7 +164,8 @@ class OuterCost:
         entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
         if not self.rounds:
             return 2 * size * entries
-        messages = (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        # Its own, those of all, and the one that is decoded.
+        messages = (2 + self.run.replicas) * coded_bytes(entries, self.section.bits)
         return (2 * size + 4 + 2) * entries + messages
 
 

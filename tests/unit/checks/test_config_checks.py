@@ -52,6 +52,7 @@ REFUSALS = [
         "0 with TSRAdam, which sums",
     ),
     ("grad_compression.codec=sparse outer.every=9", "'sparse'", "'none' with outer.every > 0"),
+    ("training.dtype=bfloat16 outer.every=9", "'bfloat16'", "'float32' with outer.every > 0"),
     # Keys of torchtitan that nothing here reads.
     ("memory_estimation.enable", "True", "not supported"),
     ("checkpoint.create_seed_checkpoint", "True", "the same weights"),
