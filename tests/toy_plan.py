@@ -22,7 +22,7 @@ from torchtitan_lr.parallel.plans import PLANS
 
 
 class Gathered(Plan):
-    attention = feed_forward = Shard(1), Shard(1)
+    factors = Shard(1), Shard(1)
     shards_heads = False
 
     def gathered(self, factors):

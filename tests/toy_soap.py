@@ -19,8 +19,9 @@ import torch
 
 from torchtitan_lr.compat.dtensor import local_part, wrap_like
 from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.optimizer_costs import MatrixCost, OptimizerWork
+from torchtitan_lr.costs.optimizer_costs import MatrixCost
 from torchtitan_lr.errors import require
 from torchtitan_lr.optim.containers import beside_adamw
 from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
@@ -123,7 +124,8 @@ class SoapCost(MatrixCost):
         matrices, ranks = self.matrices(pp_rank), self.run.ranks
         flops = sum(4 * 2 * m.r**2 * m.local_columns(ranks) for m in matrices)
         passes = 12 * self.wide * sum(a * b for a, b in own.values())
-        return OptimizerWork(passes + self.adamw_traffic(others), flops, 4 * len(matrices))
+        traffic = passes + self.adamw_traffic(others)
+        return Work(flops=flops, traffic=traffic, kernels=4 * len(matrices))
 
 
 def check(config, world_size, device_type):

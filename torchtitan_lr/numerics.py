@@ -102,16 +102,12 @@ class HostCopy:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         self._copied: torch.Event | None = None
-        if numbers.device.type != "cpu":
-            self._start()
-
-    def _start(self) -> None:
-        # Into pinned memory, else the host would wait for the device here.
-        host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
-        device = torch.get_device_module(self._numbers.device)
-        self._numbers = host.copy_(self._numbers, non_blocking=True)
-        self._copied = device.Event()
-        self._copied.record()
+        if numbers.device.type == "cuda":
+            # Into pinned memory, else the host would wait for the device here.
+            host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers = host.copy_(numbers, non_blocking=True)
+            self._copied = torch.get_device_module(numbers.device).Event()
+            self._copied.record()
 
     def read(self) -> list[Any]:
         """Return the numbers; waits until they are there."""

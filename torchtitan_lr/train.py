@@ -39,7 +39,7 @@ from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, check_ours, is_held, locked, taken
-from torchtitan_lr.launch.placement import accelerator
+from torchtitan_lr.launch.placement import gpu_count
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -64,7 +64,7 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     config = build_job_config(argv)
     init_console(config.metrics.verbose)
     device_type = bind_device()
-    ranks, devices = launched_ranks(config.comm.mode), accelerator()[1]
+    ranks, devices = launched_ranks(config.comm.mode), gpu_count()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     # A machine that has lost one: restarts would fail in the same way.
     want = f"less than {devices}, the number of GPUs that this rank sees"

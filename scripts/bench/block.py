@@ -38,10 +38,10 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel, Rows
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.parallelize import apply_compile
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, apply_tensor_parallel, resolve_settings
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 Row: TypeAlias = dict[str, Any]
 """Measurements of one variant by name; None if not measured."""

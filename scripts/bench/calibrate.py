@@ -19,7 +19,6 @@ import os
 import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -34,7 +33,7 @@ from torch import Tensor
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.kernels import Product, Work
+from torchtitan_lr.costs.kernels import Work, product_work
 from torchtitan_lr.costs.step_time import product_seconds
 from torchtitan_lr.errors import ConfigError
 
@@ -80,13 +79,17 @@ class Bench:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
 
-def time_products(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> dict[Product, float]:
-    """Return the seconds of products by shape."""
-    found = {}
+Shape = tuple[int, int, int]  # a product (m, k) by (k, n): m, n and k
+Timed = list[tuple[Work, float]]  # products, and the seconds of each
+
+
+def time_products(bench: Bench, shapes: Sequence[Shape]) -> Timed:
+    """Return the work and the seconds of products."""
+    found = []
     for m, n, k in shapes:
         a, b = bench.tensor(m, k), bench.tensor(n, k)
-        product = Product(1, m, n, k, a.element_size())
-        found[product] = bench.seconds(lambda a=a, b=b: a @ b.t(), times=3)  # type: ignore[misc]
+        seconds = bench.seconds(lambda a=a, b=b: a @ b.t(), times=3)  # type: ignore[misc]
+        found.append((product_work(1, m, n, k, a.element_size()), seconds))
     return found
 
 
@@ -151,44 +154,33 @@ CACHED = 1e15
 """Bytes per second of products whose bytes take no time that can be seen."""
 
 
-def fit_bandwidth(timed: dict[Product, float], launch: float) -> float:
-    """Return bytes per second of products, by least squares of modelled over measured time.
-
-    Args:
-        timed: Measured seconds of products.
-        launch: Seconds per kernel.
-    """
-    rows = torch.tensor([[p.flops / t, p.bytes / t] for p, t in timed.items()], dtype=torch.float64)
-    rest = torch.tensor([[1 - launch / t] for t in timed.values()], dtype=torch.float64)
+def fit_bandwidth(timed: Timed, launch: float) -> float:
+    """Return bytes per second of products, by least squares of modelled over measured time."""
+    rows = torch.tensor([[p.flops / t, p.moved / t] for p, t in timed], dtype=torch.float64)
+    rest = torch.tensor([[1 - launch / t] for _, t in timed], dtype=torch.float64)
     scale = rows.norm(dim=0)  # FLOPs and bytes differ by orders of magnitude
     per_flop, per_byte = (torch.linalg.lstsq(rows / scale, rest).solution[:, 0] / scale).tolist()
     # Times with much noise may fit a negative share of either.
     return min(CACHED, 1 / per_byte) if min(per_flop, per_byte) > 0 else CACHED
 
 
-def fit_speed(timed: dict[Product, float], memory: float, launch: float) -> float:
+def fit_speed(timed: Timed, shapes: Sequence[Shape], memory: float, launch: float) -> float:
     """Return FLOPs per second of large products, by least squares of modelled over measured time.
 
-    Args:
-        timed: Measured seconds of products.
-        memory: Bytes per second.
-        launch: Seconds per kernel.
-
-    Raises:
-        ConfigError: Bytes and launches alone take longer than the products did.
+    A ConfigError says that bytes and launches alone take longer than the products did.
     """
-    at_once = [p.flops / t for p, t in timed.items()]
-    share = [1 - (launch + p.bytes / memory) / t for p, t in timed.items()]
+    at_once = [p.flops / t for p, t in timed]
+    share = [1 - (launch + p.moved / memory) / t for p, t in timed]
     inverse = sum(a * b for a, b in zip(at_once, share, strict=True))
     if inverse <= 0:
-        sizes = " ".join(f"{p.m}x{p.n}x{p.k}" for p in timed)
+        sizes = " ".join(f"{m}x{n}x{k}" for m, n, k in shapes)
         raise ConfigError("--shapes", sizes, "larger products: these take as long as their bytes")
     return sum(a * a for a in at_once) / inverse
 
 
 def calibrate(
     bench: Bench,
-    shapes: Sequence[tuple[int, int, int]],
+    shapes: Sequence[Shape],
     length: int,
     links: tuple[float, float] | None = None,
 ) -> tuple[Hardware, list[list[str]]]:
@@ -211,8 +203,8 @@ def calibrate(
     cuda = bench.device.type == "cuda"
     # What `time_launch` finds on a CPU is autograd's work, of which there is none around these.
     cached = 0.0 if cuda else fit_bandwidth(timed, 0)
-    speed = fit_speed(timed, cached or memory, launch if cuda else 0)
-    peak = max(speed, *(p.flops / t for p, t in timed.items()))
+    speed = fit_speed(timed, shapes, cached or memory, launch if cuda else 0)
+    peak = max(speed, *(p.flops / t for p, t in timed))
     if links is None:
         links = time_links(bench) if dist.is_initialized() else (30e-6, memory / 4)
     name = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, one thread"
@@ -233,12 +225,12 @@ def calibrate(
     )
     rows = [
         [
-            f"{p.m} x {p.n} x {p.k}",
+            f"{m} x {n} x {k}",
             f"{1e6 * t:.0f}",
             f"{p.flops / t / 1e12:.4f}",
-            f"{product_seconds(Work(Counter({p: 1})), machine) / t:.2f}",
+            f"{product_seconds(p, machine) / t:.2f}",
         ]
-        for p, t in timed.items()
+        for (m, n, k), (p, t) in zip(shapes, timed, strict=True)
     ]
     return machine, rows
 

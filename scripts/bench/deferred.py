@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
-from torchtitan_lr.models.one_device import Group, OneDevice, use_plan
+from torchtitan_lr.models.one_device import Group, OneDevice
 from torchtitan_lr.parallel.btp import norm_numbers, sum_of_squares, up_projections
 
 
@@ -79,9 +79,9 @@ class Grouped(Deferred):
 
 def defer_norms(block: nn.Module) -> None:
     """Defer the norms of a block of one device, in place."""
-    use_plan(block, Deferred())
+    Deferred().take_over(block)
 
 
 def group_products(block: nn.Module, alone: Ranks) -> None:
     """Defer the norms, and let linears of equal shape share one product of B, in place."""
-    use_plan(block, Grouped(alone))
+    Grouped(alone).take_over(block)

@@ -74,8 +74,8 @@ from torchtitan_lr.models.llama import Attend, LlamaModel, Rows, build_freqs_cis
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint
 from torchtitan_lr.parallel.context import GatheredAttention, attend_to_prefix, own_chunks
-from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 from torchtitan_lr.titan.device import peak_flops
 
 LIMITS = {"bfloat16": 6e-2, "tf32": 6e-3, "float32": 1e-4}

@@ -55,24 +55,31 @@ def train_and_lose(corpus: str, dump_folder: str, shard: str) -> dict[str, Any]:
     return parity_runs.train(arguments, dump_folder, build=build)
 
 
-def train_and_hang(corpus: str, dump_folder: str, pipe: str) -> dict[str, Any]:
-    """Train; a read of rank 1 for step 5 never returns, and then the rank gets a signal."""
+VALIDATED = ["enable", "freq=4", "steps=2", "dataset=python_stdlib", "seq_len=16"]
+
+
+def train_and_hang(corpus: str, dump_folder: str, pipe: str, what: str) -> dict[str, Any]:
+    """Train; a read of rank 1 behind step 4 never returns, and then the rank gets a signal."""
 
     def build(config: JobConfig) -> Trainer:
         trainer = Trainer(config)
-        rows = trainer.dataloader.dataset
-        read = rows.__getitems__
+        rows: Any = trainer.dataloader.dataset
+        name = "__getitems__"
+        if what == "validation":
+            (rows,), name = trainer.validator.validation_set._parts, "read"
+        read = getattr(rows, name)
 
-        def stuck(numbers: list[int]) -> Batch:
-            if dist.get_rank() == 1 and numbers[0] >= 4 * 4:
+        def stuck(numbers: Any) -> Batch:
+            if dist.get_rank() == 1 and (what == "validation" or numbers[0] >= 4 * 4):
                 Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
                 open(pipe).close()  # nobody writes into it
             return read(numbers)
 
-        rows.__getitems__ = stuck  # type: ignore[assignment, method-assign]
+        setattr(rows, name, stuck)
         return trainer
 
     arguments = [*TP2_DP2, f"--training.dataset_path={corpus}"]
+    arguments += [f"--validation.{key}" for key in VALIDATED] if what == "validation" else []
     with patch.object(dataloader, "LAST_READ_SECONDS", 0.1):
         run = parity_runs.train(arguments, dump_folder, build=build)
     if dist.get_rank() == 1:
@@ -106,14 +113,15 @@ def test_a_shard_that_is_gone_saves_and_stops_and_the_mended_corpus_goes_on(
     assert resumed["losses"] == whole["losses"]
 
 
+@pytest.mark.parametrize("what", ["training", "validation"])
 def test_a_read_that_never_returns_does_not_keep_a_run_from_its_stop(
-    four_ranks: RankPool, corpus: Path, tmp_path: Path
+    what: str, four_ranks: RankPool, corpus: Path, tmp_path: Path
 ) -> None:
     """The first signal saves and ends it: the data of the next step are not needed."""
     os.mkfifo(tmp_path / "pipe")
     dump = tmp_path / "dump"
-    runs = four_ranks.run(train_and_hang, str(corpus), str(dump), str(tmp_path / "pipe"))
-    assert {run["step"] for run in runs} == {4}
+    runs = four_ranks.run(train_and_hang, str(corpus), str(dump), str(tmp_path / "pipe"), what)
+    assert {run["step"] for run in runs} == {4} and not runs[0]["val_losses"]
     assert verified(dump / "checkpoint/step-4").finite
 
 

@@ -1,31 +1,67 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which products run between start and wait of collectives: of tensor parallelism, of FSDP2."""
+"""What runs beside collectives: of tensor parallelism, and of FSDP2."""
 
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from tests.distributed.training import small_trainer
-from tests.oracle.flops import layer_flops
-from tests.support.parity_cases import Case, model_args, shard_model, tp_mesh
+from tests.support.parity_cases import Case, model_args, shard_model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import wait
-from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.models.configured import llama_args
+from torchtitan_lr.compat import process_groups
+from torchtitan_lr.compat.dispatch import storage_address
+from torchtitan_lr.ledger.ledger import ScopeTracker, identify
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel import btp, megatron
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.plan_parts import TPSettings
 
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+
+
+class Issued(TorchDispatchMode):
+    """What a rank issues, in order, and the FLOPs between start and wait of functional calls."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        self.tracker = ScopeTracker(parts)
+        self.events: list[tuple[str, str]] = []  # operation and pass
+        self.beside: Counter[tuple[str, str]] = Counter()  # FLOPs by scope and pass
+        self.running: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | process_groups.AsyncCollectiveTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet, (scope, pass_, _) = func.overloadpacket, self.tracker.here()
+        if packet is process_groups.functional.wait_tensor:
+            self.running.discard(storage_address(args[0]))
+        elif call := identify(func, args, kwargs):
+            self.events.append((call.op, pass_))
+            if isinstance(result, torch.Tensor):
+                self.running.add(storage_address(result))
+        elif packet in PRODUCTS:
+            self.events.append(("product", pass_))
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            self.beside[scope, pass_] += flops * bool(self.running)
+        return result
+
+
 TOKENS = 2 * 8
-SHARDED = ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=4"]
 
 
-def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list[dict[str, Any]]:
-    """Forward and backward; the ledger's rows of block 1; on a rank."""
+def beside_a_block(family: str, choices: dict[str, Any], hurried: bool) -> int:
+    """Return the FLOPs beside the sums of block 1's backward, on a rank."""
     case = Case(family, TPSettings(**choices))
     model = LlamaModel(model_args(case))
     shard_model(case)(model)
@@ -36,11 +72,11 @@ def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list
         start = paper.start_sum
         finished = lambda *args, **owned: wait(start(*args, **owned)).clone()  # noqa: E731
         fault = patch.object(paper, "start_sum", finished)
-    with fault, CommLedger([model], {"tp": tp_mesh(2).get_group()}) as ledger:
+    with fault, Issued([model]) as issued:
         out = model(tokens)
         out = out.full_tensor() if hasattr(out, "full_tensor") else out
         out.square().sum().backward()
-    return [row for row in ledger.rows() if row["scope"] == "block 1"]
+    return issued.beside["block 1", "backward"]
 
 
 def weights_flops(plan: str, args: Any) -> int:
@@ -70,70 +106,30 @@ def test_weights_gradients_overlap(
 ) -> None:
     args = model_args(Case(family, TPSettings(**choices)))
     want = weights_flops(choices["plan"], args)
-    for rows in two_ranks.run(rows_of_a_block, family, choices, False):
-        found = [row for row in rows if row["pass"] == "backward"]
-        assert sum(row["overlapped_flops"] for row in found) >= want
-    for rows in two_ranks.run(rows_of_a_block, family, choices, True):
-        found = [row for row in rows if row["pass"] == "backward"]
-        assert found and sum(row["overlapped_flops"] for row in found) == 0
+    for flops in two_ranks.run(beside_a_block, family, choices, False):
+        assert flops >= want
+    for flops in two_ranks.run(beside_a_block, family, choices, True):
+        assert flops == 0
 
 
-def rows_of_a_step(arguments: list[str], prefetch: bool = True) -> dict[str, Any]:
-    """A trainer's second step on a rank: the ledger's rows, and the FLOPs of a block's linears."""
-    with small_trainer(arguments) as trainer:
+def gathers_ahead(prefetch: bool) -> int:
+    """Return the gathers of a trainer's second step before its first product, on a rank."""
+    options = ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=4"]
+    with small_trainer(options) as trainer:
         if not prefetch:  # the control
-            for part in trainer.model_parts:
-                for module in fsdp_modules([part]):
-                    module.set_modules_to_forward_prefetch([])
+            for module in fsdp_modules(trainer.model_parts):
+                module.set_modules_to_forward_prefetch([])
         batches = iter(trainer.dataloader)
         trainer.step = 1
         trainer.train_step(batches)
         trainer.step = 2
-        with trainer.new_ledger() as ledger:
+        with Issued(trainer.model_parts) as issued:
             trainer.train_step(batches)
-        training, args = trainer.job_config.training, llama_args(trainer.job_config)
-        flops = layer_flops(args, training.seq_len)
-        sequences = training.global_batch_size // 2  # ranks
-        block = sequences * (flops.attention_linears + flops.feed_forward)
-        return {"rows": ledger.rows(), "block": block, "layers": args.n_layers}
+    before = issued.events[: issued.events.index(("product", "forward"))]
+    return before.count(("all_gather", "forward"))
 
 
-def beside(rows: list[dict[str, Any]], *where: str, dim: str = "fsdp") -> int:
-    """Return the FLOPs beside an operation of a scope and pass."""
-    found = [r for r in rows if (r["scope"], r["pass"], r["op"], r["mesh_dim"]) == (*where, dim)]
-    assert found
-    return sum(row["overlapped_flops"] for row in found)
-
-
-HALF = "--training.mixed_precision_reduce=bfloat16"
-
-
-@pytest.mark.parametrize("options", [[], [HALF]], ids=["fp32", "bf16"])
-def test_fsdp_collectives_run_beside_other_units(options: list[str], two_ranks: RankPool) -> None:
-    """Also where FSDP2 casts what a reduction returns."""
-    for result in two_ranks.run(rows_of_a_step, [*SHARDED, *options]):
-        rows, block, last = result["rows"], result["block"], result["layers"] - 1
-        # A block's gather: the block before in forward, the block after in backward.
-        assert block / 3 <= beside(rows, "block 1", "forward", "all_gather") < 0.6 * block
-        assert 2 * block / 3 <= beside(rows, "block 0", "backward", "all_gather") < 1.2 * block
-        assert beside(rows, "block 0", "forward", "all_gather") == 0  # the embedding's lookup
-        assert beside(rows, "head", "forward", "all_gather") >= block / 3
-        # A block's reduction: backward of the block before.
-        found = beside(rows, f"block {last}", "backward", "reduce_scatter")
-        assert 2 * block / 3 <= found < 1.2 * block
-        assert beside(rows, "embedding", "backward", "reduce_scatter") == 0
-    if options:
-        return
-    for result in two_ranks.run(rows_of_a_step, SHARDED, False):
-        assert beside(result["rows"], "block 1", "forward", "all_gather") == 0
-        assert beside(result["rows"], "block 0", "backward", "all_gather") > 0
-
-
-def test_sums_of_cores_run_beside_backward(two_ranks: RankPool) -> None:
-    tsr = ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]
-    tsr += ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=4", "--optimizer.tsr_stagger"]
-    for buckets in (3, 1):  # one bucket is the control: it starts after backward
-        choice = f"--optimizer.tsr_overlap_buckets={buckets}"
-        for result in two_ranks.run(rows_of_a_step, [*tsr, choice]):
-            sums = beside(result["rows"], "step", "optimizer", "all_reduce", dim="dp_replicate")
-            assert (sums > 0) == (buckets > 1)
+def test_the_next_block_is_gathered_before_a_block_runs(two_ranks: RankPool) -> None:
+    """Of the norm, the embedding, block 0 and, ahead, block 1."""
+    assert two_ranks.run(gathers_ahead, True) == [4, 4]
+    assert two_ranks.run(gathers_ahead, False) == [3, 3]

@@ -27,24 +27,30 @@ def test_nan_loss_stops_with_step_rank_and_checkpoint(four_ranks: RankPool) -> N
 
 
 ACCUMULATED = degrees(local_batch=1)
+PIPELINE = [*degrees(pipeline=2, local_batch=2), "--parallelism.data_parallel_shard_degree=2"]
+CONTEXT = [*degrees(local_batch=2), "--parallelism.context_parallel_degree=2"]
+TENSOR = degrees(tensor=2, local_batch=2)
 
 
 @pytest.mark.parametrize(
-    ("layout", "block"),
+    ("layout", "fault", "what"),
     [
         # Rank 1 has the first stage's last block, and its neighbour in the pipeline the loss.
-        ([*degrees(pipeline=2, local_batch=2), "--parallelism.data_parallel_shard_degree=2"], 0),
+        (PIPELINE, "nan_block", "output of block 0 of rank 1"),
         # The other rank of its row attends to what it has made in the block behind.
-        ([*degrees(local_batch=2), "--parallelism.context_parallel_degree=2"], 0),
+        (CONTEXT, "nan_block", "output of block 0 of rank 1"),
+        # Tensor-parallel ranks have the same loss, but parameters of their own.
+        (TENSOR, "nan_block", "loss of one of the ranks 0, 1"),
+        (TENSOR, "nan_weight", "parameter layers.1.attention.wo.B.weight of rank 1"),
     ],
-    ids=["pipeline", "context"],
+    ids=["pipeline", "context", "tensor", "weight"],
 )
 def test_the_rank_whose_forward_made_a_nan_is_named(
-    layout: list[str], block: int, four_ranks: RankPool
+    layout: list[str], fault: str, what: str, four_ranks: RankPool
 ) -> None:
     options = [*model("cola"), *layout, "--training.steps=2"]
-    message = f"NonFiniteError: step 2: output of block {block} of rank 1 is not finite; last good"
-    errors = four_ranks.errors(train, options, "nan_block@2")
+    message = f"NonFiniteError: step 2: {what} is not finite; last good"
+    errors = four_ranks.errors(train, options, f"{fault}@2")
     assert all(message in error for error in errors), errors
 
 

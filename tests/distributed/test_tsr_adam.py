@@ -33,14 +33,14 @@ def train(ranks: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
         own = x.chunk(ranks)[dist.get_rank() if ranks > 1 else 0]
-        model(own).square().mean().backward()
+        (model(own).square().mean() / ranks).backward()
         optimizer.step()
         optimizer.settle(rejected=False)  # repairs bases before the next backward
         optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_alone_with_a_group_it_trains_on_the_mean_gradient(two_ranks: RankPool) -> None:
+def test_alone_with_a_group_it_trains_on_the_whole_batch(two_ranks: RankPool) -> None:
     expected = train(1)
     for weights in two_ranks.run(train, 2):
         for name, weight in weights.items():

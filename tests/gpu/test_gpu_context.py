@@ -16,9 +16,9 @@ from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel, separate
 from torchtitan_lr.parallel import context
+from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint
 from torchtitan_lr.parallel.context import apply_context_parallel, attend_from_chunks, own_chunks
 from torchtitan_lr.parallel.parallelize import apply_compile
-from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 
 RANKS = 4
 B, HEADS, S, WIDTH = 2, 4, 256, 32

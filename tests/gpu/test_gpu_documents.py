@@ -12,7 +12,7 @@ from tests.gpu.syncs import no_synchronization
 from tests.support.documents import alone, difference, masks_of_blocks, together
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.models.llama import BLOCK_MASK_DEVICES, separate
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 
 LIMIT = 1e-3
 """Of |error| / |expected|: fp32's rounding, 6e-8, amplified by three blocks; a row that is one

@@ -48,9 +48,10 @@ def test_extensions_work_in_the_commands(command, tmp_path):
     loss = json.loads(command("evaluate", "run", IMPORT, "--json").out)["loss"]
     # Training computed in bfloat16.
     assert loss == pytest.approx(records[-1]["validation_metrics/loss"], rel=5e-3)
-    command("export", "run", "exported", IMPORT)
+    refused = command("export", "run", "exported", IMPORT, status=2).everything
+    assert "whose code an export can bring" in refused
     assert "as configured" in command("estimate", "run.toml").out
     rows = json.loads(command("measure-comm", "run.toml", "--json").out)
     assert "uint8" in {row["dtype"] for row in rows}  # the signs, as the formula says
-    refused = command("evaluate", "exported", "--corpus", "cpython", status=2).everything
+    refused = command("evaluate", "run", "--corpus", "cpython", status=2).everything
     assert "--experimental.custom_import=MODULE" in refused and "Traceback" not in refused

@@ -3,7 +3,7 @@
 
 from types import SimpleNamespace
 
-from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
+from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint
 from torchtitan_lr.titan.base import ActivationCheckpoint
 
 

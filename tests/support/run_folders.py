@@ -3,7 +3,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from tests.commands import Command
 from torchtitan_lr.checkpoints.record import Record, read_step
 from torchtitan_lr.checkpoints.saving import StepWriter
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.hf.folders import read_any, read_args, read_weights
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.training.loading import as_model, build_model_args
@@ -41,8 +41,7 @@ def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
     if vocab_size is not None:
         record["model"]["vocab_size"] = vocab_size
     step = folder / "checkpoint" / "step-20"
-    sections = {name: SimpleNamespace(**table) for name, table in record.items()}
-    args = build_model_args(SimpleNamespace(**sections))
+    args = build_model_args(build_job_config([], record))
     model = LlamaModel(args)
     model.init_weights()
     model.to(dtype)

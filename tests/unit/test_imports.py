@@ -51,12 +51,12 @@ OURS = ["llama_cola", "llama_full", "llama_lax", "llama_svd"]
 
 
 def python(code, *arguments):
-    """What an interpreter of its own prints last, as JSON, and what it complains of."""
+    """What an interpreter of its own prints last, as JSON."""
     variables = {k: v for k, v in os.environ.items() if k not in ("CONFIG_FILE", "NGPU")}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +79,16 @@ def registered():
     ],
 )
 def test_answers_without_torch(light, what, status):
-    assert light[0][what] == [status, []]
-
-
-def test_refusals_are_one_line_each(light):
-    path, variable, syntax, ngpu = light[1].splitlines()
-    assert path == variable
-    assert "'nope.toml', expected a TOML file" in path
-    assert "broken.toml:2" in syntax or "line 2" in syntax
-    assert "NGPU: got 'none'" in ngpu
+    assert light[what] == [status, []]
 
 
 def test_training_loads_only_what_torchtitan_does(registered):
     """``datasets`` and what it needs are torchtitan's: its table of models imports them."""
-    loaded = registered[0]["train"]
+    loaded = registered["train"]
     assert {"torch", "torchtitan", "datasets"} <= set(loaded)  # the check can see them
     assert not {"transformers", "matplotlib", "wandb", "tiktoken", "safetensors"} & set(loaded)
 
 
 def test_specs_are_registered_by_the_module_that_custom_import_names(registered):
-    found, _ = registered
-    assert found["none"] == []
-    assert found["new"] == OURS
+    assert registered["none"] == []
+    assert registered["new"] == OURS

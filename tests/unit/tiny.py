@@ -53,6 +53,8 @@ def job_config(seq_len=64, seed=0, **low_rank):
         low_rank=SimpleNamespace(**{**section, **low_rank}),
         training=SimpleNamespace(seq_len=seq_len),
         debug=SimpleNamespace(seed=seed),
+        caat=SimpleNamespace(lanes=1, sync_fraction=1.0, backward_sum="float32"),
+        model=SimpleNamespace(vocab_size=0),
     )
 
 

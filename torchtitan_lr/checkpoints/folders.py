@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Names of checkpoint folders and of the files and states in them; needs no torch."""
 
-import errno
-import fcntl
 import itertools
 import os
 import re
@@ -14,28 +12,16 @@ from pathlib import Path
 
 from torchtitan_lr.config.files import read_json
 
-RUN_CONFIG = "job_config.json"
-"""Default of ``job.save_config_file``, the record of a run's last start in its dump folder."""
+RUN_CONFIG = "job_config.json"  # default of ``job.save_config_file``: the last start of a run
 
-STEP_FILE = "step.json"
-"""A saved step's record (`checkpoints.record`). Writing it is the last action of a save."""
-
+STEP_FILE = "step.json"  # a step's record (`checkpoints.record`), the last file of its save
 BEGUN = "step.begun"  # there while a save writes METADATA and the record
-METADATA = ".metadata"
-"""DCP's table of contents."""
+METADATA = ".metadata"  # DCP's table of contents
+HF_INDEX = "model.safetensors.index.json"  # the last file of weights in Hugging Face's format
 
-HF_INDEX = "model.safetensors.index.json"
-"""The last file of weights in Hugging Face's format."""
-
-RESIDUALS = "grad_compression"
-"""Key of the residuals of compressed gradients."""
-
-TRAIN_STATE = "train_state"
-"""Key of a run's counters: a checkpoint without them holds only the model."""
-
-OUTER = "outer"
-"""Key of what outer steps have: momentum, and each replica's own weights and residuals."""
-
+RESIDUALS = "grad_compression"  # key of the residuals of compressed gradients
+TRAIN_STATE = "train_state"  # key of a run's counters; without them a checkpoint has only the model
+OUTER = "outer"  # key of outer steps' momentum, and of each replica's own weights and residuals
 TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS, OUTER)
 """All states of a checkpoint except the model's parameters, which are at its top level."""
 
@@ -114,67 +100,28 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         raise
 
 
-UNFINISHED = ".unfinished"
-"""Folder of what a command has written so far: in an existing output folder, beside a new one."""
-
-
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Give a folder to write into, whose content is in ``out``, a free folder, at the end.
+    """Give a folder in ``out``, new or empty, whose files move up into ``out`` at the end.
 
-    A failed command leaves nothing; what a killed one leaves, the next one deletes. OSError if
-    another command writes there.
+    A failed command leaves nothing. A killed one leaves a folder that `is_free` does not call free.
     """
-    # A new folder appears whole, by one rename. An existing one may be a mount point or the
-    # working directory, so its files are moved into it, and `UNFINISHED` leaves it last.
-    is_new = not out.exists()
-    aside = out.with_name(f".{out.name}{UNFINISHED}") if is_new else out / UNFINISHED
-    aside.mkdir(parents=True, exist_ok=True)
-    lock = os.open(aside, os.O_RDONLY)
+    is_new, aside = not out.exists(), out / ".unfinished"
+    aside.mkdir(parents=True)
     try:
-        _lock(lock, aside)
-        for left in aside.iterdir():
-            _delete(left)
-        try:
-            yield aside
-            if is_new:
-                aside.rename(out)  # an OSError if it holds something by now
-            elif not is_free(out):
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(out))
-            else:
-                for written in sorted(aside.iterdir()):
-                    written.rename(out / written.name)
-                aside.rmdir()
-        except BaseException:
-            _delete(aside)
-            raise
-    finally:
-        os.close(lock)
-
-
-def _lock(folder: int, path: Path) -> None:
-    """Lock an open folder; an error if another command has it, or has ended since it was opened."""
-    busy = BlockingIOError(errno.EAGAIN, "another command is writing there", str(path))
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise busy from None
-    except OSError:  # this file system has no locks
-        return
-    if not path.exists() or not os.path.samestat(os.fstat(folder), path.stat()):
-        raise busy
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        yield aside
+    except BaseException:
+        shutil.rmtree(out if is_new else aside, ignore_errors=True)
+        raise
+    # `out` stays the folder that it is: it may be a mount point or the working directory.
+    for written in aside.iterdir():
+        written.rename(out / written.name)
+    aside.rmdir()
 
 
 def is_free(out: Path) -> bool:
-    """Return whether a folder is new or empty; what a killed command left does not count."""
-    return not out.exists() or (out.is_dir() and {*os.listdir(out)} <= {UNFINISHED})
+    """Return whether a folder is new or empty."""
+    return not out.exists() or (out.is_dir() and not any(out.iterdir()))
 
 
 def rename_away(folder: str, prefix: str) -> str | None:

@@ -21,11 +21,9 @@ from torchtitan_lr.config.schema import Meaning, meaning_of
 CHANGES = "changes"
 """Key of the record: a list of ``{"after_step": n, "optimizer.lr": [before, after], ...}``."""
 
-ENVIRONMENT = "environment"
-"""Key of the record: `environment_of` the last start."""
+ENVIRONMENT = "environment"  # key of the record: `environment_of` the last start
 
-_LAYOUT = (ENVIRONMENT, "parallelism")
-"""Sections whose keys change no more than a result's last digits."""
+_LAYOUT = (ENVIRONMENT, "parallelism")  # sections that change no more than a result's last digits
 
 
 def record_path(config: Any) -> Path:

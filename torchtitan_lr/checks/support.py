@@ -88,14 +88,14 @@ def check_context(config: Any, world_size: int, device_type: str) -> None:
 
 def check_checkpointing(config: Any, world_size: int, device_type: str) -> None:
     """Check activation checkpointing with and without ``[compile]``."""
-    from torchtitan_lr.parallel.recompute import COMPILES_ON_CPU, check_mode, compiles_model
+    from torchtitan_lr.parallel.checkpoint_modes import COMPILES_ON_CPU, check_mode, compiles_model
 
     check_mode(config)
     mode, degree = config.activation_checkpoint.mode, config.parallelism.tensor_parallel_degree
     # torch 2.13 cannot compile tensor-parallel blocks on a CPU if they recompute attention.
-    fails = device_type == "cpu" and degree > 1 and compiles_model(config)
+    compiles = device_type == "cpu" and degree > 1 and compiles_model(config)
     want = f"{' or '.join(map(repr, COMPILES_ON_CPU))} with compile.enable and tensor parallelism"
-    fits = mode in COMPILES_ON_CPU or not fails
+    fits = mode in COMPILES_ON_CPU or not compiles
     require(fits, "activation_checkpoint.mode", mode, f"{want} on a CPU")
 
 

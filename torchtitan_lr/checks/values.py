@@ -37,20 +37,15 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
 
 def check_folders(config: Any, world_size: int, device_type: str) -> None:
     """Check that the run's folders can be written: the first save may be hours away."""
-    folder = os.path.abspath(config.job.dump_folder)
-    _check_folder(folder, "job.dump_folder", config.job.dump_folder)
+    dump_folder = Path(config.job.dump_folder).absolute()
+    written = {"job.dump_folder": dump_folder}
     if config.checkpoint.enable:
-        name = config.checkpoint.folder
-        _check_folder(os.path.join(folder, name), "checkpoint.folder", name)
-
-
-def _check_folder(folder: str, key: str, value: str) -> None:
-    """Raise for a folder that cannot be created or written to."""
-    places = [Path(folder), *Path(folder).parents]
-    nearest = next(place for place in places if os.path.exists(place))
-    lets = "lets you make" if os.path.isdir(nearest) else "does not block: it is a file"
-    fits = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
-    require(fits, key, value, f"a folder that {nearest} {lets}")
+        written["checkpoint.folder"] = dump_folder / config.checkpoint.folder
+    for key, folder in written.items():
+        nearest = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+        lets = "lets you make" if os.path.isdir(nearest) else "does not block: it is a file"
+        fits = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+        require(fits, key, str(folder), f"a folder that {nearest} {lets}")
 
 
 def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
@@ -99,17 +94,23 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the tokenizer exists and fits the vocabulary; call this after `check_model`."""
+    """Check that the tokenizer exists and fits the vocabulary, after `check_model`."""
     from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
 
     model, rows = config.model, configured_args(config).vocab_size
     tokens = vocabulary(build_tokenizer(config))
-    # With a smaller tokenizer rows stay unused; a larger tokenizer has ids without a row.
     want = (
         f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
         f"model.vocab_size = {tokens}: this one has {tokens}"
     )
     require(tokens <= rows, "model.hf_assets_path", model.hf_assets_path, want)
+    fitting = -(-tokens // 64) * 64  # as many as products on a GPU like
+    if rows > fitting and not model.vocab_size:
+        logger.warning(
+            "%d of the vocabulary's %d rows have no token of %s, but count in parameters and "
+            "FLOPs; --model.vocab_size=%d leaves them out",
+            *(rows - tokens, rows, model.hf_assets_path, fitting),
+        )
 
 
 def check_corpora(config: Any, world_size: int, device_type: str) -> None:
@@ -140,7 +141,6 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
     used = used_sections(config)
     ensure_prepared(config, *used)  # all that is missing is found before the first is prepared
     rows_of_model = configured_args(config).vocab_size
-    _tell_empty_rows(config, rows_of_model)
     for section in used:
         for part in open_rows(config, section):
             part.corpus.check_ids(rows_of_model)
@@ -150,20 +150,6 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
                     "no room for an answer and are left out",
                     *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
                 )
-
-
-def _tell_empty_rows(config: Any, rows: int) -> None:
-    """Warn of rows of the flavor's vocabulary that a smaller tokenizer has no tokens for."""
-    from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
-
-    tokens = vocabulary(build_tokenizer(config))
-    fitting = -(-tokens // 64) * 64  # as many as products on a GPU like
-    if rows > fitting and not config.model.vocab_size:
-        logger.warning(
-            "%d of the vocabulary's %d rows have no token of %s, but count in parameters and "
-            "FLOPs; --model.vocab_size=%d leaves them out",
-            *(rows - tokens, rows, config.model.hf_assets_path, fitting),
-        )
 
 
 def _check_hub_tokens(config: Any, world_size: int) -> None:

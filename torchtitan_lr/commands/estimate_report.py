@@ -1,56 +1,67 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Estimates of runs that are compared, as a dictionary and as a text table."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
+import torchtitan_lr.training.register  # noqa: F401  (registers our models)
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.costs.described_run import Run, with_wire
+from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
-from torchtitan_lr.costs.messages import element_size
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import communication_seconds, step_time
 from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.launch.placement import fit
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
-from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
-from torchtitan_lr.parallel.recompute import EAGER_MODES
+from torchtitan_lr.parallel.plans import PLANS, resolve_settings
 
 FULL_RANK = "full"  # the alternative that is a family; ``auto`` selects its plan
 GIB = 2**30
 
 
-def read_plans(text: str) -> list[str]:
-    """Read names of alternatives, separated by commas, once the user's module is imported."""
-    # Models with lanes have one plan each, and full rank has its own.
-    known = [FULL_RANK, *(name for name, plan in PLANS.items() if plan.low_rank and not plan.lanes)]
-    plans = text.split(",")
-    for plan in plans:
-        if plan not in known:
-            raise ConfigError("--plans", plan, f"some of {', '.join(known)}")
-    return plans
+def read_runs(
+    configs: Mapping[str, str],  # TOML files by the names of their columns
+    world: int | None,  # ranks, by default the least that a configuration needs
+    plans: str,  # of one configuration, beside which it stands
+    overrides: Sequence[str],
+) -> dict[str, Run | ConfigError]:
+    """Read the runs to compare, fitted to their ranks as in training, and check them."""
+    runs: dict[str, Run | ConfigError] = {}
+    for name, path in configs.items():
+        arguments = [f"--job.config_file={path}", *overrides]
+        config = build_job_config(arguments)
+        ranks = least_ranks(vars(config.parallelism)) if world is None else world
+        if fitted := fit(config, arguments, ranks):
+            config = build_job_config([*arguments, *fitted])
+        check_job_config(config, ranks, "cuda", on_paper=True)
+        runs[name] = first = read_run(config, ranks)
+    if len(runs) > 1:
+        return runs
+    names, known = plans.split(","), [FULL_RANK, *PLANS]
+    for plan in names:
+        require(plan in known, "--plans", plan, one_of(known, plan))
+    return {"as configured": first, **dict(alternatives(first, names))}
 
 
 def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | ConfigError]]:
-    """Yield the run with the other ``parallelism.cp_gather``, if that is a choice, and under plans.
+    """Yield the run's model under plans, on the same ranks with the same batches and AdamW.
 
-    Under a plan the model is on the same ranks with the same batches and AdamW; or there is the
-    reason why it cannot have it. All have one mode of checkpointing: the run's, or ``full`` for
-    ``low_rank`` beside full rank, which has no latents to keep. A full-rank model is compared with
-    its flavor's CoLA model.
+    Or there is the reason why a plan cannot have it. All have one mode of checkpointing: the run's,
+    or ``full`` for ``low_rank`` beside full rank, which has no latents to keep. With context
+    parallelism all gather keys and values. A full-rank model is compared with its flavor's CoLA
+    model.
     """
     config, low = run.config, _low_rank(run)
-    other = "kv" if run.gather == "latents" else "latents"
-    if run.cp > 1 and _can_gather(other, run.args, run.settings, run.tp):
-        yield f"cp_gather={other}", replace(run, config=_gathering(config, other))
+    config = replace(config, parallelism=replace(config.parallelism, cp_gather="kv"))
     if FULL_RANK in plans and run.checkpointing == "low_rank":
         section = replace(config.activation_checkpoint, mode="full")
         config = replace(config, activation_checkpoint=section)
@@ -64,22 +75,8 @@ def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | Co
             settings = resolve_settings(TPSettings(plan), args, run.tp, run.seq_len)
         except ConfigError as error:
             yield name, error
-            continue
-        # Some plans have no whole latents to gather.
-        gather = run.gather if _can_gather(run.gather, args, settings, run.tp) else "kv"
-        yield name, Run(_gathering(config, gather), run.world, args, settings, baseline=True)
-
-
-def _gathering(config: Any, gather: str) -> Any:
-    return replace(config, parallelism=replace(config.parallelism, cp_gather=gather))
-
-
-def _can_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: int) -> bool:
-    try:
-        check_gather(gather, args, settings, tp_degree)
-    except ConfigError:
-        return False
-    return True
+        else:
+            yield name, Run(config, run.world, args, settings, baseline=True)
 
 
 def _low_rank(run: Run) -> LlamaArgs:
@@ -101,21 +98,16 @@ def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[
     (name, first), *others = runs.items()
     assert isinstance(first, Run)
     columns: dict[str, Any] = {}
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)  # of the models that a rehearsal builds
-    try:
-        report = _column(first, hardware, every_mode=True)
-        for other, run in others:
-            if isinstance(run, ConfigError):
-                columns[other] = {"refused": str(run)}
-            else:
-                columns[other] = _column(run, hardware)
-    finally:
-        logging.disable(before)
+    report = _column(first, hardware)
+    for other, run in others:
+        if isinstance(run, ConfigError):
+            columns[other] = {"refused": str(run)}
+        else:
+            columns[other] = _column(run, hardware)
     return {"name": name, "hardware": hardware.name, **report, "alternatives": columns}
 
 
-def _column(run: Run, hardware: Hardware, every_mode: bool = False) -> dict[str, Any]:
+def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
     rehearsal = rehearse_run(run)
     ranks: list[dict[str, Any]] = []
     averaged = []
@@ -152,12 +144,11 @@ def _column(run: Run, hardware: Hardware, every_mode: bool = False) -> dict[str,
     }
     kinds: dict[str, dict[str, int]] = {}
     seconds: dict[str, float] = {}
-    sizes = partial(element_size, dtypes=run.wire_dtypes)
     of_steps = run.optimizer.kinds_of_steps(busiest["rank"])
     for kind, rows in (of_steps | run.outer.kinds_of_steps(busiest["rank"])).items():
         by_wire = {wire: bytes_by_dim(rows, with_wire(run, wire).wire_dtypes) for wire in WIRES}
         kinds[kind] = {wire: _total(sent) for wire, sent in by_wire.items()}
-        seconds[kind] = sum(communication_seconds(rows, sizes, run.mesh, hardware).values())
+        seconds[kind] = sum(communication_seconds(rows, run.wire_dtypes, run.mesh, hardware).values())
     if kinds:
         what = {"name": run.entry.name, "bytes": kinds, "seconds": seconds}
         report["kinds_of_steps"] = what
@@ -165,20 +156,7 @@ def _column(run: Run, hardware: Hardware, every_mode: bool = False) -> dict[str,
         report["own_optimizer"] = run.entry.name
     if run.pp > 1:
         report["pipeline_ranks"] = ranks
-    if every_mode:
-        report["activations_by_mode"] = _by_mode(run, heaviest["rank"])
     return report
-
-
-def _by_mode(run: Run, pp_rank: int) -> dict[str, dict[str, int]]:
-    """Return the bytes saved for backward, and backward's working memory, by checkpointing mode."""
-    result = {}
-    for mode in dict.fromkeys((*EAGER_MODES, run.checkpointing)):
-        if mode != "low_rank" or run.args.low_rank:
-            rehearsal = rehearse_run(run, mode)
-            kept, _ = in_flight(run, pp_rank, rehearsal)
-            result[mode] = {"kept": kept, "working": rehearsal.working}
-    return result
 
 
 def _total(comm_bytes: Mapping[str, Mapping[str, int]]) -> int:
@@ -192,9 +170,6 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
     rows = [[name, *cells] for name, cells in _rows([*columns.values()])]
     lines = [text_table([report["hardware"], *columns], rows), ""]
-    lines.append("activations by checkpointing mode: kept + at work in backward (GiB)")
-    for mode, sizes in report["activations_by_mode"].items():
-        lines.append(f"  {mode:14}{sizes['kept'] / GIB:10,.2f} +{sizes['working'] / GIB:8,.2f}")
     for rank in report.get("pipeline_ranks", []):
         ends = [name for name in rank["units"] if not name.startswith("block")]
         parts = [f"stages {rank['stages']}", f"{len(rank['units']) - len(ends)} blocks", *ends]

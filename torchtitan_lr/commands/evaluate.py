@@ -6,7 +6,7 @@ By default it repeats the run's own validation; a corpus gives every token of it
     torchtitan-lr evaluate outputs/debug_cola
     torchtitan-lr evaluate outputs/debug_cola --corpus local --path 'books/*.txt'
 
-Tasks of EleutherAI's lm-evaluation-harness run on an export of `--format hf`:
+Tasks of EleutherAI's lm-evaluation-harness run on an export:
 
     lm_eval --model hf --model_args pretrained=for_hf,trust_remote_code=True --tasks hellaswag
 
@@ -24,7 +24,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.commands.parser import OneLineParser, begin_model, check_at_least
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.console.tables import named_values
 from torchtitan_lr.errors import require
 
@@ -48,14 +48,15 @@ def add_arguments(parser: OneLineParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the results; return the exit status."""
     check_at_least(args, documents=0, seq_len=0, batch_size=1)
-    text = "a file, folder or pattern of .txt, .jsonl or .parquet"
-    require(args.path or args.corpus != "local", "--path", args.path, text)
-    reads_path = args.corpus in ("local", "c4")
-    require(reads_path or not args.path, "--path", args.path, "no path, or --corpus local")
+    fits = bool(args.path) if args.corpus == "local" else not args.path or args.corpus == "c4"
+    want = "a file, folder or pattern with --corpus local, and no path without"
+    require(fits, "--path", args.path, want)
     for name in ("documents", "seq_len"):
         given = getattr(args, name)
         require(args.corpus or not given, f"--{name}", given, "a --corpus beside it")
-    begin_model(args)
+    from torchtitan_lr.config.build import import_extension
+
+    import_extension(args.custom_import)
     result = evaluate(args)
     print(json.dumps(result, indent=2) if args.json else named_values(result))
     return 0
@@ -104,9 +105,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     require(num_tokens, "--corpus", corpus, "a corpus with text")
     loss = loss_sum / num_tokens
     result: dict[str, Any] = {"checkpoint": str(options.checkpoint), "corpus": corpus}
-    result |= {"seq_len": seq_len, "documents": None, "bytes": None, "bits_per_byte": None}
-    result |= {"tokens": num_tokens, "loss": loss, "perplexity": perplexity(loss)}
-    result["seconds"] = time.perf_counter() - started
+    result |= {"seq_len": seq_len, "tokens": num_tokens, "seconds": time.perf_counter() - started}
+    result |= {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": None}
     if isinstance(batches, EvaluationSet):
         result |= {"documents": batches.num_documents, "bytes": batches.num_bytes}
         result["bits_per_byte"] = loss_sum / math.log(2) / batches.num_bytes

@@ -1,14 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Continue text with the model of a training checkpoint.
 
-One prompt is continued on the terminal as it is generated:
+A prompt is continued on the terminal as it is generated, or with --json in a line of its own:
 
     torchtitan-lr generate outputs/debug_cola --prompt "def main("
-
-A file of prompts, or stdin, gives one line of JSON per prompt:
-
-    torchtitan-lr generate outputs/debug_cola --prompts prompts.txt >texts.jsonl
-    echo "import os" | torchtitan-lr generate outputs/debug_cola --prompts -
 
 A model that was fine-tuned on chats answers on the terminal, by its chat template; Ctrl-D ends:
 
@@ -23,12 +18,10 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, begin_model
-from torchtitan_lr.config.files import parse_json, read_regular
-from torchtitan_lr.errors import ConfigError, DataError, escaped, require
+from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.errors import escaped, require
 
 Message = dict[str, str]
 
@@ -37,8 +30,8 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint and the options."""
     parser.add_shared("checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="text to continue")
-    source.add_argument("--prompts", type=Path, help="file: one per line, or .jsonl; - is stdin")
+    text = "text to continue; may be repeated"
+    source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
     source.add_argument("--chat", action="store_true", help="answer line after line")
     most = "at most; default: 100, or what the window leaves"
     parser.add_argument("--max_new_tokens", type=int, help=most)
@@ -55,71 +48,37 @@ def run(args: argparse.Namespace) -> int:
     """Continue the prompts, or hold a conversation; return the exit status."""
     fits = args.temperature == 0 or args.temperature >= 0.01  # fp32 has no logits over 1e-38
     require(fits, "--temperature", args.temperature, "0 (greedy) or a number from 0.01")
-    require(args.top_k >= 0, "--top_k", args.top_k, "0 (all tokens) or a number of tokens")
-    require(0 < args.top_p <= 1, "--top_p", args.top_p, "a number in (0, 1]")
-    fits = args.max_new_tokens is None or args.max_new_tokens > 0
-    require(fits, "--max_new_tokens", args.max_new_tokens, "a number of tokens")
-    prompts = [args.prompt or ""] if args.prompts is None else read_prompts(args.prompts)
-    _check_text("--prompt", args.prompt or "")
-    begin_model(args)
+    for prompt in args.prompt:
+        _check_text("--prompt", prompt)
+    from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf import generation
     from torchtitan_lr.hf.folders import read_any
     from torchtitan_lr.training.loading import find_device
 
+    import_extension(args.custom_import)
     device = find_device(args.device)
     model_args, weights, tokenizer, _ = read_any(args.checkpoint)
     window = model_args.max_seq_len
     stops = [*filter(None, args.stop)]
     settings = generation.Settings(args.temperature, args.top_k, args.top_p, stops)
     rows: list[tuple[str, list[int], int]] = []
-    for index, prompt in enumerate([] if args.chat else prompts, start=1):
-        key = "--prompt" if args.prompts is None else f"--prompts, prompt {index}"
+    for prompt in args.prompt:
         ids = tokenizer.encode(prompt, add_bos=True, special=True)
-        most = generation.max_new_tokens(window, len(ids), key, args.max_new_tokens)
+        most = generation.max_new_tokens(window, len(ids), wanted=args.max_new_tokens)
         limit = args.max_new_tokens or min(generation.USUAL_NEW_TOKENS, most)
         rows.append((prompt, ids, limit))
     model = generation.build_generator(model_args, weights, device)
     if args.chat:
         limit = args.max_new_tokens or generation.USUAL_NEW_TOKENS
         converse(model, tokenizer, window, limit, settings, args.seed, _ask, _print)
-        return 0
-    on_terminal = args.prompt is not None and not args.json
-    _print(args.prompt if on_terminal else "")
+    write = (lambda piece: None) if args.json else _print
     for number, (prompt, ids, limit) in enumerate(rows):
-        write = _print if on_terminal else lambda piece: None
-        found = generation.continue_ids(
-            model, tokenizer, ids, limit, settings, args.seed + number, write
-        )
+        write(prompt)
+        seed = args.seed + number
+        found = generation.continue_ids(model, tokenizer, ids, limit, settings, seed, write)
         row = {"prompt": prompt} | dataclasses.asdict(found) | {"text": prompt + found.text}
-        print("" if on_terminal else json.dumps(row), flush=True)
+        print(json.dumps(row) if args.json else "", flush=True)
     return 0
-
-
-def read_prompts(source: Path) -> list[str]:
-    """Read one prompt per line, of ``.jsonl`` its key ``prompt``.
-
-    The path ``-`` is stdin, where a line that begins with ``{`` is JSON.
-    """
-    try:
-        piped = str(source) == "-"
-        text = sys.stdin.read() if piped else read_regular(source).decode("utf-8")
-        text = text.removeprefix("\ufeff")  # editors on Windows write it in front
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
-    prompts = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        is_json = source.suffix == ".jsonl" or (piped and line.startswith("{"))
-        try:
-            prompt = parse_json(line)["prompt"] if is_json else line.removesuffix("\r")
-            prompt.encode()  # JSON can have halves of surrogate pairs
-        except (ValueError, KeyError, AttributeError) as error:
-            want = 'text in UTF-8, or a line such as {"prompt": "text"}'
-            raise DataError("--prompts", f"{source}:{number}", want) from error
-        prompts.append(prompt)
-    require(prompts, "--prompts", str(source), "at least one line that is not empty")
-    return prompts
 
 
 def _check_text(key: str, text: str) -> None:

@@ -17,20 +17,17 @@ by the model's activations:
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_out
 from torchtitan_lr.console.tables import named_values
-from torchtitan_lr.errors import escaped
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the folders and the options."""
     where = "a Hugging Face LLaMA (a folder, OWNER/NAME), or an export"
     parser.add_argument("folder", metavar="DIR", help=where)
-    parser.add_shared("out", "--text_column", "--device", "--experimental.custom_import", "--json")
+    parser.add_shared("out", "--text_column", "--device", "--json")
     parser.add_argument("--family", help="full or svd; default: the model's own")
     parser.add_argument("--rank", type=int, help="svd: rank of every factorised linear")
     text = "svd: text (.txt, .jsonl, .parquet) whose activations weigh the errors; or cpython"
@@ -45,33 +42,19 @@ def run(args: argparse.Namespace) -> int:
     """Write the checkpoint; return the exit status."""
     check_out(args.out, "OUT")
     check_at_least(args, calibration_tokens=1)
-    from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.import_hf import import_folder
 
-    import_extension(args.custom_import)
-    report = (lambda matrix: None) if args.json else print_matrix
-    result = import_folder(args, report, lambda text: print(escaped(text), file=sys.stderr))
-    told = named_values(summary(result, args.custom_import))
-    print(json.dumps(result, indent=2) if args.json else told)
+    result = import_folder(args)
+    if args.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    for row in result["matrices"]:
+        shape = "x".join(map(str, row["shape"]))
+        line = f"{row['name']:<28}{shape:>12}  rank {row['rank']:<5} error {row['error']:.4f}"
+        if row["weighted_error"] is not None:
+            line += f"  weighted {row['weighted_error']:.4f}"
+        print(line)
+    told = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
+    told["checkpoint"] = result["checkpoint"]
+    print(named_values(told | {"train_it": f"torchtitan-lr train {result['config']}"}))
     return 0
-
-
-def print_matrix(matrix: Any) -> None:
-    """Print the error of one factorised matrix, a `hf.svd_import.MatrixReport`."""
-    shape = "x".join(map(str, matrix.shape))
-    line = f"{matrix.name:<28}{shape:>12}  rank {matrix.rank:<5} error {matrix.error:.4f}"
-    if matrix.weighted_error is not None:
-        line += f"  weighted {matrix.weighted_error:.4f}"
-    print(line, flush=True)
-
-
-def summary(result: dict[str, Any], custom_import: str | None) -> dict[str, Any]:
-    """Return what is told of the result of `import_folder`, with the command that trains it."""
-    told: dict[str, Any] = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
-    for key in ("error", "weighted_error"):
-        errors = [row[key] for row in result["matrices"] if row[key] is not None]
-        told[f"mean_{key}"] = sum(errors) / len(errors) if errors else None
-    command = f"torchtitan-lr train {result['config']}"
-    if custom_import:
-        command += f" --experimental.custom_import={custom_import}"
-    return told | {"checkpoint": result["checkpoint"], "train_it": command}

@@ -66,14 +66,11 @@ def main(argv: list[str] | None = None) -> int:
         status: int = module_of(name).run(parser_of(name).parse_args(rest))
         return status
     parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, usage="%(prog)s COMMAND [...]")
-    parser.add_argument("--version", action="store_true", help="print the versions, and end")
+    versions = [f"{name} {metadata.version(name)}" for name in ("torchtitan_lr", "torch")]
+    parser.add_argument("--version", action="version", version=", ".join(versions))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         summary = (module_of(command).__doc__ or "").partition("\n")[0].removesuffix(".")
         commands.add_parser(command, help=summary, add_help=False)
-    if not parser.parse_args([name]).version:
-        raise ConfigError("COMMAND", name, f"a command of `{PROGRAM} --help`")
-    for name in ("torchtitan_lr", "torch"):
-        found = next(iter(metadata.distributions(name=name)), None)
-        print(f"{name} {found.version if found else '(not installed)'}")
-    return 0
+    parser.parse_args([name])
+    raise ConfigError("COMMAND", name, f"a command of `{PROGRAM} --help`")

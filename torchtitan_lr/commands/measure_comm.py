@@ -8,9 +8,7 @@ of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs)
 of the logical tensor, once per call. Equal decoder blocks are shown as one, `block`. The scalars of
 the scope `step` (clipping, logging) have no formula; collectives that activation checkpointing
 repeats are counted by running blocks on tensors without data. A message over two mesh dimensions
-has both names, `fsdp_tp`. "Overlapped MFLOP" are the products that a rank issues between the start
-of a collective and its wait, the least and the most of a block if blocks differ, rated as on a
-device.
+has both names, `fsdp_tp`.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
@@ -38,8 +36,6 @@ QUIET = [
 
 KEYS = ("scope", "pass", "op", "mesh_dim", "dtype", "calls", "elements", "bytes")
 
-OVERLAP = ("overlapped_flops", "most_overlapped_flops")
-
 
 def measure(arguments: list[str]) -> list[dict[str, Any]]:
     """Run one step on this rank."""
@@ -57,23 +53,19 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge equal blocks into one, with the least and the most FLOPs that overlap."""
+    """Merge equal blocks into one."""
     from torchtitan_lr.ledger.ledger import reading_order
 
-    whole = [row | {"most_overlapped_flops": row["overlapped_flops"]} for row in table]
-    blocks = {row["scope"] for row in whole if row["scope"].startswith("block ")}
+    blocks = {row["scope"] for row in table if row["scope"].startswith("block ")}
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in whole:
+    for row in table:
         if row["scope"] in blocks:
-            kind = tuple(value for key, value in row.items() if key not in ("scope", *OVERLAP))
+            kind = tuple(value for key, value in row.items() if key != "scope")
             kinds.setdefault(kind, []).append(row)
     if any(len(rows) != len(blocks) for rows in kinds.values()):
-        return whole
-    merged = [row for row in whole if row["scope"] not in blocks]
-    for rows in kinds.values():
-        flops = [row["overlapped_flops"] for row in rows]
-        ends = {"overlapped_flops": min(flops), "most_overlapped_flops": max(flops)}
-        merged.append(rows[0] | {"scope": "block"} | ends)
+        return table
+    merged = [row for row in table if row["scope"] not in blocks]
+    merged += [rows[0] | {"scope": "block"} for rows in kinds.values()]
     return sorted(merged, key=reading_order)
 
 
@@ -82,7 +74,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     from torchtitan_lr.costs.described_run import read_run
     from torchtitan_lr.costs.rehearsal import rehearse_run
     from torchtitan_lr.costs.step_traffic import compare, step_traffic
-    from torchtitan_lr.parallel.recompute import EAGER_MODES
+    from torchtitan_lr.parallel.checkpoint_modes import EAGER_MODES
 
     with TemporaryDirectory() as folder:  # the configuration's own may have a run
         placed = place_run([*arguments, f"--job.dump_folder={folder}"])
@@ -103,8 +95,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
 def add_arguments(parser: OneLineParser) -> None:
     """Add CONFIG and the options."""
     parser.takes_overrides = True
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
-    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+    parser.add_shared("config", "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,10 +117,8 @@ def as_text(rows: list[dict[str, Any]]) -> str:
             expected = row[f"expected_{key}"]
             number = "-" if expected is None else str(expected)
             wanted.append("=" if expected == row[key] else number)
-        least, most = (f"{row[key] / 1e6:.1f}" for key in OVERLAP)
-        megaflops = least if least == most else f"{least} to {most}"
-        lines.append([*(str(row[key]) for key in KEYS), *wanted, megaflops])
-    header = (*KEYS, "expected calls", "expected elements", "overlapped MFLOP")
+        lines.append([*(str(row[key]) for key in KEYS), *wanted])
+    header = (*KEYS, "expected calls", "expected elements")
     return text_table(header, lines, left=5)
 
 

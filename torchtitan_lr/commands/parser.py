@@ -7,18 +7,17 @@ error is one line, ``error: ...``, with status 2.
 """
 
 import argparse
-import contextlib
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lr.checkpoints.folders import is_free
-from torchtitan_lr.config.paths import find_config, near_configs, user_path
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
+from torchtitan_lr.launch.processes import say
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -37,22 +36,14 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             _flush_output()
             if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has what it wants
                 return 1
-            if isinstance(error, ConfigError):
-                _wait_for_first_rank()
-                _tell(f"error: {error}")
-                return 2
-            line = describe_error(error)
+            refused = isinstance(error, ConfigError)
+            line = f"error: {error}" if refused else describe_error(error)
             if line is None:
                 raise
-            _tell(line)
-            return 1
+            say(escaped(line))
+            return 2 if refused else 1
 
     return wrapped
-
-
-def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # of a terminal that is gone
-        print(escaped(line), file=sys.stderr, flush=True)
 
 
 def _flush_output() -> None:
@@ -61,16 +52,6 @@ def _flush_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-FIRST_RANK_SECONDS = 5
-"""Time that the first rank of torchrun has to report an error that all ranks found."""
-
-
-def _wait_for_first_rank() -> None:
-    """On any other rank, wait: torchrun ends this process once the first rank has failed."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
-        time.sleep(FIRST_RANK_SECONDS)
 
 
 def _path(text: str) -> Path:
@@ -145,35 +126,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print ``error: ...`` to stderr and exit with status 2."""
-        _wait_for_first_rank()
         self.exit(2, f"error: {escaped(message)}\n")
 
 
 def check_out(out: Path, key: str) -> None:
     """Refuse an output folder that holds something."""
     require(is_free(out), key, str(out), "a folder that is empty or new")
-
-
-def begin_model(args: argparse.Namespace) -> None:
-    """Import the module of ``--experimental.custom_import``, in the only process.
-
-    Raises:
-        ConfigError: torchrun started this process, or the module cannot be imported.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("torchrun", "several ranks", "one process; to serve a model, export it")
-    from torchtitan_lr.config.build import import_extension
-
-    import_extension(args.custom_import)
-
-
-def check_toml(path: str) -> None:
-    """Refuse a configuration file that does not exist."""
-    if not Path(find_config(path)).is_file():
-        near = near_configs(path)
-        raise ConfigError(
-            "CONFIG", path, "a TOML file" + (f": did you mean {near}?" if near else "")
-        )
 
 
 def check_at_least(args: argparse.Namespace, **minima: float) -> None:

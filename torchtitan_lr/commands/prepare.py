@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from torchtitan_lr.data.corpus import Corpus
     from torchtitan_lr.data.sources import Source
 
-HUB = "hf:"
-"""Before the name of a dataset of the Hub."""
-
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the options."""
@@ -91,8 +88,8 @@ def _sources(args: argparse.Namespace) -> "list[Source]":
     for given in args.sources:
         if given in LIBRARIES:
             found.append(Source(given, (), "SOURCE", tokens=tokens))
-        elif given.startswith(HUB):
-            name = given.removeprefix(HUB)
+        elif given.startswith("hf:"):
+            name = given.removeprefix("hf:")
             require(name, "SOURCE", given, "the name of a dataset, such as hf:owner/name")
             source = replace(local, name="hf", paths=(name,))
             found.append(replace(source, config=args.hf_name, split=args.hf_split))

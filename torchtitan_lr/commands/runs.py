@@ -194,11 +194,10 @@ def plot(rows: list[Row], path: Path) -> None:
     """Draw the losses of several runs in one picture."""
     from torchtitan_lr.training.figures import draw_runs
 
-    common = os.path.commonpath([os.path.dirname(os.path.abspath(row["run"])) for row in rows])
     drawn = {}
     for row in rows:
         history = logged.read_history(Path(row["run"]) / logged.HISTORY_FILE)
         if any(logged.TRAIN_LOSS in record for record in history):
-            drawn[os.path.relpath(row["run"], common)] = history
+            drawn[row["run"]] = history
     require(drawn, "--plot", str(path), "runs with at least one logged step")
     draw_runs(drawn, path)

@@ -12,8 +12,8 @@ points at once, on GPUs of their own or on the cores.
 The whole grid is checked before the first run. A sweep that is stopped (Ctrl-C saves the active
 runs) or killed goes on by the same command: it skips points with a result (finished or diverged),
 resumes interrupted ones, and repeats failed ones; `torchtitan-lr runs OUT` shows where they are. In
-wandb (--metrics.enable_wandb) all points are one group. sweep.md and sweep.json in --out have the
-table after every point; each point has its own folder there.
+wandb (--metrics.enable_wandb) all points are one group, named as the folder. sweep.md and
+sweep.json in --out have the table after every point; each point has its own folder there.
 
 Exit status: 0 all points have a result, 1 some failed, 2 invalid configuration.
 """
@@ -21,7 +21,7 @@ Exit status: 0 all points have a result, 1 some failed, 2 invalid configuration.
 import argparse
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.config.paths import find_config
 
 
@@ -33,15 +33,11 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=V1,V2", required=True, help=grid)
     where = "folder of runs and results"
     parser.add_argument("--out", type=Path, default="outputs/sweep", help=where)
-    parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")
     parser.add_argument("--jobs", type=int, default=1, help="points at once")
-    skip = "leave out invalid combinations, instead of stopping with an error"
-    parser.add_argument("--skip_refused", action="store_true", help=skip)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the grid, run the points without a result, print the table; return the exit status."""
-    check_toml(args.config)
     check_at_least(args, jobs=1)
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.experiments import sweep as sweeps
@@ -52,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     steps = build_job_config([f"--job.config_file={config}", *args.overrides]).training.steps
     saving = ["--checkpoint.enable", f"--checkpoint.interval={max(1, steps // 10)}"]
     common = [*saving, "--checkpoint.keep_latest_k=2", *args.overrides]
-    points = sweeps.points_of(config, grid, common, args.group or work.name)
+    points = sweeps.points_of(config, grid, common, work.name)
     with locked(str(work)):
         sweep = sweeps.Sweep(work, points, args.jobs)
-        sweep.check(args.skip_refused)
+        sweep.check()
         status = sweep.run()
     print(sweeps.as_markdown(sweeps.table_of(points)))
     return status

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 ATTENTION_OPERATORS = frozenset(
     {
@@ -32,10 +31,6 @@ has no public list of the kernels, and torchtitan's list omits the CPU kernel. I
 renamed, the import fails. The output of a new kernel would not be kept, and attention would
 silently run twice; a test compares this list with all operators of torch.
 """
-
-CAST = torch.ops.aten._to_copy
-"""The operator of ``Tensor.to``. If another one casts, the ledger counts no product beside a
-reduce-scatter whose result FSDP2 casts, and a test fails."""
 
 FLEX_ATTENTION = flex_attention
 """The operator of ``flex_attention``, in the graph of a compiled block."""
@@ -68,25 +63,6 @@ def changes_arguments(func: Any) -> bool:
     # If upstream renames these, the ledger and the estimate take operators that write for views;
     # this function's test fails first.
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
-
-
-def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of an operator's matrix products; 0 for one without any.
-
-    Torch 2.11 cannot count grouped queries: keys and values are shown once per head of queries.
-    """
-    if operator not in flop_registry:
-        return 0
-    name = str(getattr(operator, "__name__", operator))
-    if name.startswith("_scaled_dot_product"):
-        heads = max(x.shape[1] for x in args if isinstance(x, Tensor) and x.ndim == 4)
-        args = tuple(
-            x.new_empty(x.shape[0], heads, *x.shape[2:], device="meta")
-            if isinstance(x, Tensor) and x.ndim == 4
-            else x
-            for x in args
-        )
-    return int(flop_registry[operator](*args, **kwargs, out_val=result))
 
 
 def results_are_cached() -> bool:

@@ -56,14 +56,13 @@ class Failure:
 class Agent(LocalElasticAgent):
     """torchrun's agent, which does not restart what would end in the same way.
 
-    When a rank has failed, the others are killed after `GRACE_SECONDS`. When the number of machines
-    changes, SIGUSR2 tells the ranks that they will start again. A restart is one line.
-
-    Attributes:
-        failure: The last one.
-        meeting: Whether it waits for other machines, or starts ranks.
-        restarts: Whether failed ranks may start again.
+    When a rank has failed, the others get SIGTERM, and SIGKILL `GRACE_SECONDS` later. When the
+    number of machines changes, SIGUSR2 tells the ranks that they will start again, in one line.
     """
+
+    failure: Failure | None = None  # the last one
+    meeting = True  # whether it waits for other machines, or starts ranks
+    restarts = True  # whether failed ranks may start again
 
     def __init__(
         self,
@@ -84,8 +83,6 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.1,
         )
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:")
-        self.failure: Failure | None = None
-        self.meeting = self.restarts = True
         self._final, self._cause = final, ""
         # Not those that the launcher, or a command, handles itself.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"

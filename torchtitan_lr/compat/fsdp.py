@@ -34,9 +34,8 @@ from torchtitan_lr.compat.linalg import norms_of
 
 
 def param_groups(module: object) -> list[Any]:
-    """Return the parameter groups of an FSDP2 unit; none for any other module."""
-    # Torch 2.11 has one group per unit (``_fsdp_param_group``), torch 2.13 a list of them
-    # (``_fsdp_param_groups``).
+    """Return FSDP2's own lists of a unit's parameters; none for any other module."""
+    # Torch 2.11 has one per unit (``_fsdp_param_group``), torch 2.13 several.
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
@@ -57,12 +56,15 @@ Norms = list[tuple[tuple[Tensor, ...], Tensor]]
 
 
 class OwnParamGroup(FSDPParamGroup):
-    """A parameter group that notes its rank's own gradients' norms, and sends in its own dtype."""
+    """A unit's parameters, which note this rank's gradients' norms, and are sent in another dtype.
+
+    `parallel.data_parallel.round_on_the_wire` says which dtype is used where.
+    """
 
     norms: Norms | None = None  # gets an entry at every reduction
     wire_dtype: torch.dtype | None = None  # None for that in which FSDP2 adds up micro-batches
 
-    def post_backward(self, *unused: Any) -> None:
+    def post_backward(self, *arguments: Any) -> None:
         """Note the norms, and go on as FSDP2 does."""
         if self.norms is not None and self.reduce_grads:
             own: list[tuple[Tensor, Tensor]] = []
@@ -79,27 +81,36 @@ class OwnParamGroup(FSDPParamGroup):
             # FSDP2's policy has one dtype for the wire and for the sum of micro-batches. The
             # parameters read the policy's; only a reduction reads the group's.
             self._reduce_dtype = self.wire_dtype
-        super().post_backward(*unused)
+        super().post_backward(*arguments)
         if self.wire_dtype is not None and self._partial_reduce_output is not None:
-            # HSDP's sum over the shards, which waits for those of later micro-batches.
+            # HSDP's sum over the shards. Torch adds the sums of later micro-batches to it, in fp32;
+            # it adds it to that of the last one, in the wire's dtype, which rounds the total once.
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
                 self._partial_reduce_output = self._partial_reduce_output.float()
+
+
+def _own_param_groups(module: FSDPModule) -> list[OwnParamGroup]:
+    """Return a unit's parameter groups as ours: `fully_shard` has no argument for their class."""
+    groups = param_groups(module)
+    for group in groups:
+        group.__class__ = OwnParamGroup
+    return groups
 
 
 def watch_gradients(module: FSDPModule, norms: Norms) -> None:
     """Let a unit add the norms of this rank's own gradients to a list, see `OwnParamGroup`."""
     # If upstream reduces elsewhere than in ``post_backward``, the list stays empty, and a rank that
     # made a NaN is not named.
-    for group in param_groups(module):
-        group.__class__, group.norms = OwnParamGroup, norms
+    for group in _own_param_groups(module):
+        group.norms = norms
 
 
 def send_in(module: FSDPModule, wire_dtype: torch.dtype) -> None:
     """Let a unit send its gradients in a dtype, and add up micro-batches in its policy's."""
     # If upstream reads another field than ``_reduce_dtype``, gradients travel in the policy's
     # dtype, and the dtypes of a test's ledger differ.
-    for group in param_groups(module):
-        group.__class__, group.wire_dtype = OwnParamGroup, wire_dtype
+    for group in _own_param_groups(module):
+        group.wire_dtype = wire_dtype
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:

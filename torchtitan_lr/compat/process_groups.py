@@ -36,6 +36,14 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """All-gather of one tensor; torch 2.13 deprecates ``all_gather_into_tensor``."""
 
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of a group's ranks, all of one shape: (ranks, ...)."""
+    everyone = tensor.new_empty(group.size(), *tensor.shape)
+    all_gather(everyone.view(-1), tensor.reshape(-1), group=group)
+    return everyone
+
+
 NAMESPACES = ("c10d", "_c10d_functional")
 """Namespaces of ``torch.distributed``'s own operators and of the functional ones."""
 
@@ -129,23 +137,15 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _SECOND[group]
 
 
-_JOINT: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
-
-
 def joint_group(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
     """Return a group of the ranks along some dimensions; every rank of the mesh must call this."""
-    first, *others = (mesh.get_group(dim) for dim in dims)
-    if not others:
-        return first
-    known = _JOINT.setdefault(first, {})
-    names = " ".join(group.group_name for group in others)
-    if names not in known:
-        own = mesh.get_coordinate()
-        assert own is not None
-        place = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
-        ranks: list[int] = mesh.mesh[place].flatten().tolist()
-        known[names] = dist.new_group(ranks, use_local_synchronization=True)
-    return known[names]
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    own = mesh.get_coordinate()
+    assert own is not None
+    place = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -> None:

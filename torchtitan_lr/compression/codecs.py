@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.process_groups import all_gather, reduce_scatter
+from torchtitan_lr.compat.process_groups import reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,13 +129,6 @@ def exchange(message: Message, group: dist.ProcessGroup) -> dict[str, Tensor]:
         sizes = [part.shape[1] for part in parts]
         received |= dict(zip(message.summed, own.split(sizes), strict=True))
     return received
-
-
-def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's tensor (a,) as rows (W, a)."""
-    rows = tensor.new_empty(group.size() * tensor.numel())
-    all_gather(rows, tensor.contiguous(), group=group)
-    return rows.view(group.size(), -1)
 
 
 def fused(function: F) -> F:

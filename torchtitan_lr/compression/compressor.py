@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from torchtitan_lr.compat.autograd import after_backward, backward_number
 from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
-from torchtitan_lr.compat.process_groups import reduce_scatter
-from torchtitan_lr.compression.codecs import Codec, exchange, gather, left_over, pack, unpack
+from torchtitan_lr.compat.process_groups import gathered, reduce_scatter
+from torchtitan_lr.compression.codecs import Codec, exchange, left_over, pack, unpack
 from torchtitan_lr.compression.settings import Unit, returned_entries, sent_bytes
 
 COUNTS = ("sent", "unpeeled", "indexed")  # the entries of `Compressor.counts`
@@ -83,9 +83,9 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.compressed_size = sum(size for size, compressed in spans if compressed)
         # Whether it compresses this rank's own gradients, not sums over the shards.
         self.takes_gradients = self.compressed_size > 0 and not all_reduce
-        # A rank decodes its part, of an all-reduce a W-th of the entries, padded to equal sizes.
-        owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
-        self.unit = Unit(ranks, owned, self.entries - self.compressed_size)
+        # What a rank decodes: of an all-reduce a W-th of the entries, padded to equal sizes.
+        m = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
+        self.unit = Unit(ranks, m, self.entries - self.compressed_size)
         whole = (2 if codec.half else 4) * self.entries * (1 if all_reduce else ranks)
         self.bytes_saved = whole - sent_bytes(self.unit, codec, all_reduce)  # per exchange
         self.stream = stream
@@ -94,7 +94,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.exchanges = 0
         self.measuring = False  # whether the next exchange also counts
         self.counts: Tensor | None = None  # the last ones, fp64 (3,)
-        self.residual = torch.zeros(ranks, owned, dtype=torch.float32, device=device)
+        self.residual = torch.zeros(ranks, m, dtype=torch.float32, device=device)
         # Written by an exchange; swapped with the residual by commit.
         self._spare = torch.empty_like(self.residual) if revocable else self.residual
         self._waits = False  # whether the spare one is the residual if the step is accepted
@@ -157,60 +157,63 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         if not self.compressed_size:
             dist.all_reduce(sums, group=self.group)
             return
-        rows, dense = self._by_kind(gradients.view(-1, self.entries))  # (W, m), (W, e)
+        rows, dense = self._by_kind(gradients.view(-1, self.entries))
         # Sums over HSDP's shards may have travelled in bf16; a residual must not be added to them.
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        if self.returns_all:  # a shard: W = 1
-            size = self.unit.ranks * self.unit.compressed
-            padded = pad(rows[0], (0, size - self.compressed_size))
-            own, _ = self.exchange_rows(padded.view(self.unit.ranks, -1))
-            total, others = self.spread(own), dense[0]  # longer than m by the padding
+        if self.returns_all:
+            total, others = self._all_reduced(rows[0]), dense[0]
             if others.numel():
                 dist.all_reduce(others, group=self.group)
         else:
-            total, others = self.exchange_rows(rows, dense)  # (m,), (e,)
-        pieces, left = [], {True: total, False: others}
-        for span, compressed in self.spans:
-            pieces.append(left[compressed][:span])
-            left[compressed] = left[compressed][span:]
+            total, others = self.exchange_rows(rows, dense)
+        pieces, left = [], {True: total, False: others}  # (m,), or longer by padding, and (e,)
+        for size, compressed in self.spans:
+            pieces.append(left[compressed][:size])
+            left[compressed] = left[compressed][size:]
         torch.cat(pieces, out=sums)
 
     def _by_kind(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the compressed gradients (W, m) and the others (W, e) out of the unit's (W, s)."""
         kinds = {True: [gradients[:, :0]], False: [gradients[:, :0]]}
-        parts = gradients.split([size for size, _ in self.spans], dim=1)
-        for (_, compressed), part in zip(self.spans, parts, strict=True):
-            kinds[compressed].append(part)
-        # Copies even of a single part, since an exchange overwrites its rows.
+        tensors = gradients.split([size for size, _ in self.spans], dim=1)
+        for (_, compressed), tensor in zip(self.spans, tensors, strict=True):
+            kinds[compressed].append(tensor)
+        # Copies even of a single tensor, since an exchange overwrites its rows.
         return torch.cat(kinds[True], dim=1), torch.cat(kinds[False], dim=1)
 
+    def _all_reduced(self, shard: Tensor) -> Tensor:
+        """Return the sums of a shard (m,) on every rank, with padding: (W·⌈m/W⌉,)."""
+        ranks, entries = self.unit.ranks, self.unit.compressed
+        padded = pad(shard, (0, ranks * entries - len(shard)))
+        own, _ = self.exchange_rows(padded.view(ranks, entries))
+        return self.spread(own)
+
     def exchange_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Reduce-scatter rows (W, m), overwritten, with error feedback, and dense ones (W, e)."""
-        # If revocable, the residual changes only with the next `commit`. Until then each exchange
-        # continues from the one before.
-        # The sums (m,) and (e,) are in bf16 if they travel so.
-        # Collisions differ between steps. The 0 stands for a setting that left.
+        """Reduce-scatter rows (W, m), overwritten, with error feedback, and dense ones (W, e).
+
+        Row i goes to rank i. The sums (m,) and (e,) are in bf16 if they travel so.
+        """
+        # 1. Add what the exchange before left unsent (W, m), committed or not.
+        owed = self._spare if self._waits else self.residual
+        rows += owed
+        # 2. Send. Collisions differ between steps; the 0 stands for a setting that left.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
-        # The residual of the exchange before, committed or not.
-        pending = self._spare if self._waits else self.residual
-        rows += pending
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
             message.summed["dense"] = dense.bfloat16() if self.codec.half else dense
         received = exchange(message, self.group)
+        # 3. Decode this rank's sums (m,). Hear of all owners which of their blocks failed (W, v).
         decoded = self.codec.decode(received, rows.shape[1], seed)
-        failed = None if decoded.failed is None else gather(decoded.failed, self.group)
+        failed = None if decoded.failed is None else gathered(decoded.failed, self.group)
+        # 4. Find what this rank owes now (W, m).
         unsent = left_over(rows, message, failed)
         total = decoded.total
         if self.returns_all and self.codec.half:
             # The sums go back in bf16 too, and their owner owes what that rounds off.
             total = total.bfloat16()
             unsent[self.group.rank()] += decoded.total - total
-        # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
-        # the residual it would ruin all later steps, so the old residual stays.
-        self._spare.copy_(torch.where(unsent.isfinite(), unsent, pending))
-        self._waits = self._spare is not self.residual
+        self._owe(unsent, owed)
         if self.measuring:
             counts = {"sent": message.values.count_nonzero(), **decoded.counts}
             zero = torch.zeros((), device=rows.device)
@@ -218,17 +221,24 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
         return total, received.get("dense", rows.new_empty(0))
 
+    def _owe(self, unsent: Tensor, before: Tensor) -> None:
+        """Make what is unsent the residual, at once or with the next `commit`."""
+        # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
+        # the residual it would ruin all later steps, so there the residual before stays.
+        self._spare.copy_(torch.where(unsent.isfinite(), unsent, before))
+        self._waits = self._spare is not self.residual
+
     def spread(self, total: Tensor) -> Tensor:
         """Return all ranks' sums (m,) on every rank, bitwise equal: (W·m,)."""
         # They are sent as bitmap and values if that is smaller.
         m = self.unit.compressed
         sent = returned_entries(m, self.codec)
         if sent == m:
-            return gather(total, self.group).flatten()
+            return gathered(total, self.group).flatten()
         marked = total != 0
         positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
-        marks = unpack(gather(pack(marked), self.group), m)
+        marks = unpack(gathered(pack(marked), self.group), m)
         # Index m is padding.
-        values = gather(pad(total, (0, 1))[positions], self.group)
+        values = gathered(pad(total, (0, 1))[positions], self.group)
         places = marks.cumsum(1) - 1  # of each marked entry among the values (W, m)
         return torch.where(marks, values.gather(1, places.clamp(min=0)), 0).flatten()

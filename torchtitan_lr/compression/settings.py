@@ -85,9 +85,9 @@ class Unit:
     dense: int = 0  # of each destination of a reduce-scatter, of the whole shard in an all-reduce
 
 
-# Collectives on one rank: operation, role (``index``, a byte, or ``gradient``) and elements, of the
-# input of a reduction or the output of a gather.
-Rows = list[tuple[str, str, int]]
+Collectives = list[tuple[str, str, int]]
+"""Of one rank: operation, role (``index``, a byte, or ``gradient``) and elements, of the input of a
+reduction or the output of a gather."""
 
 
 def exchange_unit(codec: Codec, compressed: int, dense: int, all_reduce: bool) -> Unit:
@@ -108,7 +108,7 @@ def returned_entries(m: int, codec: Codec) -> int:
 
 
 @lru_cache(maxsize=256)
-def exchange_traffic(unit: Unit, codec: Codec, all_reduce: bool = False) -> Rows:
+def exchange_traffic(unit: Unit, codec: Codec, all_reduce: bool = False) -> Collectives:
     """Return every collective of an exchange on one rank; all get all sums for `all_reduce`."""
     w, m = unit.ranks, unit.compressed
     if m == 0:
@@ -116,23 +116,23 @@ def exchange_traffic(unit: Unit, codec: Codec, all_reduce: bool = False) -> Rows
         return [(op, "gradient", copies * unit.dense)]
     # The codec itself says what it sends, without values.
     message = codec.encode(torch.empty(w, m, device="meta"), 0)
-    rows = [("all_to_all", _role(sent), sent.numel()) for sent in message.swapped.values()]
+    found = [("all_to_all", _role(sent), sent.numel()) for sent in message.swapped.values()]
     summed = sum(sent.numel() for sent in message.summed.values())
     summed += 0 if all_reduce else w * unit.dense
     if summed:
-        rows.append(("reduce_scatter", "gradient", summed))
+        found.append(("reduce_scatter", "gradient", summed))
     received = message.swapped | {name: sent[0] for name, sent in message.summed.items()}
     failed = codec.decode(received, m, 0).failed
     if failed is not None:
-        rows.append(("all_gather", _role(failed), w * failed.numel()))
+        found.append(("all_gather", _role(failed), w * failed.numel()))
     if all_reduce:
         returned = returned_entries(m, codec)
         if returned < m:
-            rows.append(("all_gather", "index", w * -(-m // 8)))
-        rows.append(("all_gather", "gradient", w * returned))
+            found.append(("all_gather", "index", w * -(-m // 8)))
+        found.append(("all_gather", "gradient", w * returned))
         if unit.dense:
-            rows.append(("all_reduce", "gradient", unit.dense))
-    return rows
+            found.append(("all_reduce", "gradient", unit.dense))
+    return found
 
 
 def _role(sent: Tensor) -> str:

@@ -19,18 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compression.codecs import (
-    Codec,
-    Decoded,
-    Message,
-    failure_block,
-    fused,
-    kept_entries,
-    largest,
-    pack,
-    union_entries,
-    unpack,
-)
+from torchtitan_lr.compression import codecs
+from torchtitan_lr.compression.codecs import Codec, Decoded, Message, fused, pack, unpack
 
 HASH_ROWS = 3  # of the count sketch
 ROUNDS = 24  # of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7
@@ -57,7 +47,7 @@ class SketchCodec(Codec):
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Choose the entries to send: the index, and a sketch for each owner (W, 3·row)."""
         m = rows.shape[1]
-        positions, values = largest(rows, self.theta)
+        positions, values = codecs.largest(rows, self.theta)
         row = sketch_row(m, self.c)
         sent = cut_to_cells(positions, values, row, seed) if self.half else values
         # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
@@ -74,7 +64,7 @@ class SketchCodec(Codec):
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
         """Peel the summed sketch; the counts are ``unpeeled`` and ``indexed`` entries."""
         marked = unpack(received["index"], m).any(0)
-        sent = union_entries(self.ranks, m, self.theta)
+        sent = codecs.union_entries(self.ranks, m, self.theta)
         unknown = marked.nonzero_static(size=sent, fill_value=m).flatten()
         sketch = received["sketch"]
         if self.half:
@@ -82,7 +72,7 @@ class SketchCodec(Codec):
         values, stuck = peel(sketch, unknown, m, seed, ROUNDS)
         total = values.new_zeros(m + 1).index_copy_(0, unknown.clamp(max=m), values)[:m]
         # A block fails if one of its entries is stuck; padding falls behind the last block.
-        block = failure_block(m)
+        block = codecs.failure_block(m)
         blocks = -(-m // block)
         failed = torch.zeros(blocks + 1, dtype=torch.int32, device=unknown.device)
         failed.scatter_add_(0, (unknown // block).clamp(max=blocks), stuck.int())
@@ -95,7 +85,7 @@ class SketchCodec(Codec):
         # In a small sketch, entries form an undecodable loop at lower loads (finite-size scaling of
         # random hypergraphs, with exponent 2/3).
         row = sketch_row(m, self.c)
-        unknown = m * (1 - (1 - kept_entries(m, self.theta) / m) ** self.ranks)
+        unknown = m * (1 - (1 - codecs.kept_entries(m, self.theta) / m) ** self.ranks)
         limit = min(PEELING_LIMIT, SHARP_LIMIT - SMALL_SKETCH * row ** (-2 / 3))
         return self.ranks == 1 or unknown / (HASH_ROWS * row) <= limit + 1e-12
 

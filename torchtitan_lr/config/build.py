@@ -15,26 +15,18 @@ from torchtitan_lr.config import parse, schema
 from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.optim.entries import ENTRIES, like, unread_keys
+from torchtitan_lr.titan import fill_job_config, merged_job_config
 
 _PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
-RATES = ("lr", "adamw_lr")
-"""Keys of ``[optimizer]`` that belong to the optimizer for which a file sets them."""
-
 _RATIO, _STEPS = "warmup_ratio", "warmup_steps"
-
-_REGISTERED = (
-    *("parallelism.tp_plan", "activation_checkpoint.mode"),
-    *("grad_compression.codec", "optimizer.name"),
-)
-"""Keys to whose values ``experimental.custom_import`` may add some."""
 
 
 def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
     `record` is a run's saved one, read instead of a file: unknown keys are ignored. It may be
-    somebody else's: modules that it names are not imported.
+    somebody else's: a module that it names is not imported.
     """
     overrides, path = parse.split_arguments(argv), None
     for place, (key, value) in enumerate(overrides):
@@ -42,7 +34,7 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
             path = find_config(value) if value else value
             overrides[place] = parse.Override(key, path)
     if record is not None:
-        layers = [without_code(record)]
+        layers = [{name: table for name, table in record.items() if name != "experimental"}]
     else:
         layers = [] if path is None else [*parse.toml_files(path).values()]
         want = "a TOML file with settings; it has none"
@@ -53,19 +45,12 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
 def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_record: bool) -> Any:
     """Check tables, of a record only its known keys, and overrides; return the configuration."""
     config_cls = config_class()
-    from torchtitan_lr.titan.configuration import fill_job_config
-
     experimental = parse.merge_tables(layers).get("experimental")
     named = experimental.get("custom_import") if isinstance(experimental, dict) else None
     module = dict(overrides).get(_IMPORT_KEY, named)
     if isinstance(module, str) and module != schema.Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
-    try:
-        layers = [parse.check_toml(layer, config_cls, skip_unknown=of_record) for layer in layers]
-    except ConfigError as error:
-        if error.key not in _REGISTERED:
-            raise
-        raise ConfigError(error.key, error.got, f"{error.want}, or {schema.ITS_MODULE}") from error
+    layers = [parse.check_toml(layer, config_cls, skip_unknown=of_record) for layer in layers]
     given = parse.apply_overrides({}, overrides, config_cls)
     own = with_own_rates(layers, given.get("optimizer", {}).get("name"))
     values = parse.merge_tables([*own, given])
@@ -91,9 +76,8 @@ def with_own_rates(layers: list[dict[str, Any]], last: str | None) -> list[dict[
     found = []
     for layer, rule in zip(layers, rules, strict=True):
         if rule != like(last or name):
-            kept = dict(layer.get("optimizer", {}))
-            for key in RATES:
-                kept.pop(key, None)
+            given = layer.get("optimizer", {}).items()
+            kept = {key: value for key, value in given if key not in ("lr", "adamw_lr")}
             layer = layer | {"optimizer": kept}
         found.append(layer)
     return found
@@ -142,14 +126,6 @@ def _expand_paths(values: dict[str, Any], prefix: str = "") -> None:
             values[name] = expanded(value, prefix + name)
 
 
-def without_code(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's record without the names of modules: a run that is read chooses no code."""
-    kept = {name: table for name, table in record.items() if name != "experimental"}
-    if isinstance(job := kept.get("job"), dict):
-        kept["job"] = {key: value for key, value in job.items() if key != "custom_config_module"}
-    return kept
-
-
 def import_extension(module: str | None) -> None:
     """Import the module of ``experimental.custom_import``, installed or in the working folder."""
     if not module:
@@ -166,8 +142,6 @@ def import_extension(module: str | None) -> None:
 @cache
 def config_class() -> Any:
     """Return torchtitan's JobConfig merged with the sections of ``torchtitan_lr.config.schema``."""
-    from torchtitan_lr.titan.configuration import merged_job_config
-
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
         return merged_job_config(schema.JobConfig)

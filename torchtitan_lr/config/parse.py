@@ -83,28 +83,17 @@ def toml_files(path: str) -> dict[str, dict[str, Any]]:
     ``include`` is a path from the file's folder, or a shipped name.
     """
     found: dict[str, dict[str, Any]] = {}
-    file: str | None = path
-    while file is not None:
-        values = found[file] = read_toml(file)
-        file = _included(file, values.pop("include"), found) if "include" in values else None
-    return dict(reversed(found.items()))
-
-
-def _included(file: str, base: Any, above: Iterable[str]) -> str:
-    """Return the path of the file that ``file`` includes as ``base``, and that is not ``above``."""
-    where, folder = f"include of {file}", Path(file).parent
-    named = isinstance(base, str) and base
-    require(named, where, base, 'one file, such as include = "base.toml"')
-    beside = str(folder / expanded(base, where))
-    found = beside if os.path.isfile(beside) else shipped_config(base)
-    if found is None:
-        near = near_configs(base)
-        hint = f": did you mean {near}?" if near else ""
-        want = f"a TOML file, relative to {folder}, or a shipped one{hint}"
-        raise ConfigError(where, base, want)
-    new = os.path.realpath(found) not in map(os.path.realpath, above)
-    require(new, where, base, "a file that does not lead back to this one")
-    return found
+    file, key = path, CONFIG_FILE_KEY
+    while "include" in (values := read_toml(file, key)):
+        key, base, folder = f"include of {file}", values.pop("include"), Path(file).parent
+        found[file] = values
+        named = isinstance(base, str) and base
+        require(named, key, base, 'one file, such as include = "base.toml"')
+        beside = str(folder / expanded(base, key))
+        file = beside if os.path.isfile(beside) else shipped_config(base) or beside
+        new = os.path.realpath(file) not in map(os.path.realpath, found)
+        require(new, key, base, "a file that does not lead back to this one")
+    return dict(reversed((found | {file: values}).items()))
 
 
 def read_toml(path: str, key: str = CONFIG_FILE_KEY) -> dict[str, Any]:

@@ -7,18 +7,15 @@ This file contains only differences from ``torchtitan.config.JobConfig``; torcht
 
 # It merges a section only if the annotation is a class, so this file must not use
 # ``from __future__ import annotations``.
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
-from operator import not_
 from typing import Annotated, Any, Literal, NamedTuple
 
 from torchtitan_lr.optim.entries import ENTRIES
-
-CONFIG_MODULE = "torchtitan_lr.config.schema"
-"""This module."""
 
 
 class Range(NamedTuple):
@@ -36,18 +33,18 @@ def at_least(least: int, want: str = "") -> Range:
     return Range(lambda n: n >= least, want or f"an integer of at least {least}")
 
 
-def positive(want: str) -> Range:
-    """Return the positive finite numbers."""
-    return Range(lambda x: 0 < x < math.inf, want)
+def only(value: object, why: str) -> Range:
+    """Return the one value that is supported here; None, a default, is in records of runs."""
+    return Range(lambda given: given in (value, None), f"{json.dumps(value)}: {why}")
 
 
 POSITIVE = Range(lambda n: n > 0, "a positive number")
 NATURAL = at_least(0, "0 or a positive integer")
 SEED = Range(lambda n: 0 <= n < 2**63, "an integer from 0 to 2**63 - 1")
 DECAY = Range(lambda x: 0 <= x < 1, "a number in [0, 1) such as 0.9")
+NOT_ZERO = Range(lambda x: 0 < x < math.inf, "a positive number")
 FINITE = Range(lambda x: 0 <= x < math.inf, "a number of at least 0")
 _SHARE = Range(lambda x: x is None or 0 <= x <= 1, "a number from 0 to 1")
-_PLANS = "false: the plans are untested with it (it fuses products and collectives on CUDA)"
 
 RANGES_OF_TORCHTITAN: dict[str, Range] = {
     "training.seq_len": POSITIVE,
@@ -62,34 +59,30 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
     "checkpoint.keep_latest_k": Range(lambda n: n == 0 or n > 1, "at least 2, or 0 for all"),
     "compile.components": Range(lambda names: {*names} <= {"model", "loss"}, "model, loss or both"),
     "checkpoint.load_step": at_least(-1, "a step, or -1 for the newest"),
-    "optimizer.lr": positive("a positive number such as 0.001"),
+    "optimizer.lr": NOT_ZERO,
     "optimizer.beta1": DECAY,
-    "optimizer.eps": positive("a number such as 1e-8"),
+    "optimizer.eps": NOT_ZERO,
     "lr_scheduler.warmup_steps": NATURAL,
     "lr_scheduler.decay_ratio": _SHARE,
     "lr_scheduler.min_lr_factor": _SHARE,
     "activation_checkpoint.memory_budget": _SHARE,
-    # A key that is not supported allows one value.
-    "checkpoint.initial_load_in_hf_quantized": Range(not_, "false: not supported"),
-    "checkpoint.create_seed_checkpoint": Range(not_, "false: all layouts draw the same weights"),
     "comm.mode": Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),
-    "experimental.custom_args_module": Range(not_, "nothing: leave it out"),
-    "memory_estimation.enable": Range(not_, "false: not supported"),
-    "model.converters": Range(not_, "an empty list: no float8 or MX here"),
-    "model.tokenizer_path": Range(not_, "nothing: use model.hf_assets_path"),
-    "optimizer.early_step_in_backward": Range(not_, "false"),
-    "parallelism.disable_loss_parallel": Range(
-        not_, "false: ranks compute the exact loss from their parts of the vocabulary"
+    "checkpoint.initial_load_in_hf_quantized": only(False, "not supported"),
+    "checkpoint.create_seed_checkpoint": only(False, "all layouts draw the same weights"),
+    "experimental.custom_args_module": only("", "leave it out"),
+    "job.custom_config_module": only("", "no other module adds keys"),
+    "memory_estimation.enable": only(False, "not supported; `torchtitan-lr estimate` has it"),
+    "model.converters": only([], "no float8 or MX here"),
+    "model.tokenizer_path": only("", "use model.hf_assets_path"),
+    "optimizer.early_step_in_backward": only(False, "gradients are clipped together"),
+    "parallelism.disable_loss_parallel": only(False, "ranks compute the exact loss in parts"),
+    "parallelism.enable_async_tensor_parallel": only(False, "the plans are untested with it"),
+    "parallelism.expert_parallel_degree": only(1, "there are no experts"),
+    "parallelism.expert_tensor_parallel_degree": only(1, "there are no experts"),
+    "parallelism.context_parallel_load_balancer": only(
+        "headtail", "an early and a late chunk each"
     ),
-    "parallelism.enable_async_tensor_parallel": Range(not_, _PLANS),
-    "parallelism.expert_parallel_degree": Range(lambda n: n == 1, "1: there are no experts"),
-    "parallelism.expert_tensor_parallel_degree": Range(lambda n: n == 1, "1: there are no experts"),
-    "parallelism.context_parallel_load_balancer": Range(
-        lambda name: name == "headtail", "'headtail': each rank has an early and a late chunk"
-    ),
-    "parallelism.context_parallel_rotate_method": Range(
-        lambda name: name == "allgather", "'allgather': keys and values are gathered"
-    ),
+    "parallelism.context_parallel_rotate_method": only("allgather", "keys and values are gathered"),
 }
 """What torchtitan's own keys allow, where it does not refuse the rest before the first step."""
 
@@ -97,8 +90,9 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    `training.fingerprint` puts what refuses into a save's identity, which `checkpoints.record`
-    compares; `checkpoints.run_record` lists what is applied.
+    With `OF_RESIDUALS` it decides all: `training.fingerprint` puts the values of keys that refuse
+    into a save, `checkpoints.record` compares them, and `checkpoints.run_record` lists what is
+    applied.
     """
 
     FREE = "free"  # it changes no number
@@ -127,6 +121,14 @@ _OF_TORCHTITAN = {
 }
 """The meaning of keys that are not declared here."""
 
+OF_RESIDUALS = (
+    *("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"),
+    *("parallelism.data_parallel_replicate_degree", "parallelism.tp_plan"),
+    *("grad_compression.layers", "grad_compression.min_size"),
+)
+"""Keys that residuals of compressed gradients belong to, too: another value is refused, unless they
+are left out. A residual is of one rank's part of the batch, and flat."""
+
 
 @cache
 def meanings() -> dict[str, Meaning]:
@@ -148,10 +150,7 @@ def meaning_of(key: str) -> Meaning:
 NO_EFFECT = frozenset({"job", "metrics", "profiling", "comm", "experimental"})
 """Sections that no loss depends on."""
 
-BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat")
-"""The plans of this package, of ``parallel.plans``."""
-
-TP_PLANS = ["auto", *BUILT_IN_PLANS]
+TP_PLANS = ["auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat"]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""
 
 ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"
@@ -185,17 +184,6 @@ def least_ranks(layout: Mapping[str, Any]) -> int:
     return math.prod(max(1, layout.get(f"{kind}_degree", 1)) for kind in kinds)
 
 
-_OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
-
-
-@dataclass
-class Job:
-    """Additions to torchtitan's ``[job]``."""
-
-    custom_config_module: Annotated[str, _OURS] = CONFIG_MODULE
-    """The only module that may extend torchtitan's JobConfig: this one."""
-
-
 @dataclass
 class Model:
     """Additions to torchtitan's ``[model]``."""
@@ -205,7 +193,7 @@ class Model:
 
     flavor: str = "debug"
     """Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B; or the path of a
-    model_args.json, which torchtitan-lr import and torchtitan-lr export write."""
+    model_args.json, which torchtitan-lr import writes."""
 
     vocab_size: int = 0
     """Rows of the embedding and of the head, for a custom tokenizer; 0 uses the flavor's. The value
@@ -279,7 +267,7 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients travel between data-parallel ranks: those of FSDP's shards and of
     replicas, TSR-Adam's cores and sketches, and the values that a gradient codec sends. 'bfloat16'
-    halves these bytes. Micro-batches are added up in fp32 either way."""
+    halves these bytes. Micro-batches are added up as without it."""
 
     max_norm: Annotated[float | int, POSITIVE] = 0.5
     """Gradients are clipped to this global norm; inf disables clipping, and is the default with
@@ -349,7 +337,7 @@ class Parallelism:
     """What attention gathers from the ranks of ``context_parallel_degree``: keys and values ('kv'),
     or in a low-rank model the r-wide latents of both, from which every rank computes the keys and
     values of all tokens ('latents', without tensor parallelism or with 'btp'). Latents send less
-    where the rank is below the width of the keys; ``torchtitan-lr estimate`` has both costs."""
+    where the rank is below the width of the keys; ``torchtitan-lr estimate`` tells the costs."""
 
 
 @dataclass
@@ -444,7 +432,7 @@ class Optimizer:
     tsr_power_iterations: Annotated[int, at_least(0)] = 1
     """TSRAdam: power iterations q per refresh; each costs as much as the sketch."""
 
-    tsr_scale: Annotated[float, positive("a positive number such as 0.75")] = 0.75
+    tsr_scale: Annotated[float, NOT_ZERO] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
     tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0: dense"), OPTIMIZER] = 64
@@ -526,7 +514,7 @@ class GradCompression:
     ``theta``. A sketch can be decoded if c(1 - theta^ranks) is at most 0.75; units that are too
     small for a sketch are sent dense."""
 
-    c: Annotated[float, positive("a positive number such as 10")] = 10.0
+    c: Annotated[float, NOT_ZERO] = 10.0
     """'custom': entries per cell of the sketch."""
 
     theta: Annotated[float, DECAY] = 0.9875
@@ -554,7 +542,7 @@ class Outer:
     another nothing else: what they have changed since, averaged, is the gradient of SGD. One
     replica takes these steps too, without messages. 0 turns them off."""
 
-    lr: Annotated[float, positive("a positive number such as 0.7")] = 0.7
+    lr: Annotated[float, POSITIVE] = 0.7
     """Learning rate of the outer SGD; 1 without momentum averages the replicas' weights."""
 
     momentum: Annotated[float, DECAY] = 0.8
@@ -673,7 +661,6 @@ class LRScheduler:
 class JobConfig:
     """The sections merged into torchtitan's ``JobConfig``."""
 
-    job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     low_rank: LowRank = field(default_factory=LowRank)
     optimizer: Optimizer = field(default_factory=Optimizer)

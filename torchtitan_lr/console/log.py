@@ -70,25 +70,20 @@ class _DetailsHandler(logging.FileHandler):
 
 def init_console(verbose: bool = False) -> None:
     """Set up the log of this process; a second call replaces the first."""
-    root = logging.getLogger()
     logging.raiseExceptions = False  # an error of a handler has no lines of its own
-    root.setLevel(logging.INFO)
     console.setLevel(logging.INFO)
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
-        if isinstance(handler, _DetailsHandler):
-            handler.close()
     lines, details = _Lines(sys.stdout), _Escaping(_DETAILS_FORMAT, "%Y-%m-%d %H:%M:%S")
     lines.setFormatter(details if verbose else _Escaping(_CONSOLE_FORMAT, "%H:%M:%S"))
     if not verbose:
         lines.addFilter(_OfTheConsole())
-    root.addHandler(lines)
+    handlers: list[logging.Handler] = [lines]
     # Torchrun has a folder of this rank's output.
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if error_file.name and error_file.parent.is_dir():
         file = _DetailsHandler(error_file.with_name(DETAILS_FILE), delay=True)
         file.setFormatter(details)
-        root.addHandler(file)
+        handlers.append(file)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
     # torch's profiler prints its own lines otherwise.
     os.environ["KINETO_LOG_LEVEL"] = "5"

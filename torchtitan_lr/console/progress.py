@@ -16,16 +16,9 @@ LINE_SECONDS = 60.0  # before the first plain line, and between two
 
 
 def progress(
-    items: Iterable[T],
-    what: str,
-    total: int | None = None,
-    unit: str = "batches",
-    shown: bool = True,
+    items: Iterable[T], what: str, total: int | None = None, unit: str = "batches"
 ) -> Iterator[T]:
     """Yield ``items`` and show how many are done."""
-    if not shown:
-        yield from items
-        return
     with counting(what, total, unit) as done:
         for item in items:
             yield item

@@ -31,11 +31,6 @@ class Precision:
     compute: int  # gathered weights and activations (``training.mixed_precision_param``)
     reduce: int  # FSDP2's gradients on the wire (``training.mixed_precision_reduce``)
 
-    @property
-    def summed(self) -> int:
-        """Whole gradients that are added up over micro-batches."""
-        return max(4, self.compute)
-
 
 @dataclass
 class Run:
@@ -75,15 +70,16 @@ class Run:
     @cached_property
     def mesh(self) -> dict[str, MeshDim]:
         """Sizes and strides of the mesh dimensions, innermost first, in torchtitan's order."""
-        sizes = {"tp": self.tp, "fsdp": self.shard, "dp_replicate": self.replicas, "pp": self.pp}
-        mesh, stride = {}, 1
-        for name, size in sizes.items():
-            mesh[name] = MeshDim(size, stride)
-            stride *= size
-        # FSDP's dimension is torchtitan's dp_shard over cp, of which cp is the inner one.
-        mesh["cp"] = MeshDim(self.cp, self.tp)
-        mesh["fsdp_tp"] = MeshDim(self.shard * self.tp, 1)  # of r × r sums
-        return mesh
+        shards = self.shard * self.tp
+        return {
+            "tp": MeshDim(self.tp, 1),
+            # FSDP's dimension is torchtitan's dp_shard over cp, of which cp is the inner one.
+            "cp": MeshDim(self.cp, self.tp),
+            "fsdp": MeshDim(self.shard, self.tp),
+            "fsdp_tp": MeshDim(shards, 1),  # of r × r sums
+            "dp_replicate": MeshDim(self.replicas, shards),
+            "pp": MeshDim(self.pp, shards * self.replicas),
+        }
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -224,11 +220,10 @@ class Run:
 
     def pieces_of(self, pp_rank: int, rank: int = 0) -> dict[str, Shape]:
         """Return an FSDP rank's pieces of a pipeline rank's parameters."""
-        return {
-            name: self.piece(name, rank)
-            for unit in self.units_of(pp_rank).values()
-            for name in unit
-        }
+        pieces: dict[str, Shape] = {}
+        for unit in self.units_of(pp_rank).values():
+            pieces |= {name: self.piece(name, rank) for name in unit}
+        return pieces
 
 
 def unit_of(name: str) -> str:

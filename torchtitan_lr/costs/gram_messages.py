@@ -26,11 +26,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 from torchtitan_lr.costs.messages import Traffic, merge
 
 ITERATIONS = 5  # Newton-Schulz iterations of a polar factor
 ROOT_ITERATIONS = 8  # iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)
+
+
+class Rule(NamedTuple):
+    """What a rule needs of every matrix in a step."""
+
+    together: int  # matrices that are updated together: one, or the A and the B of a linear
+    grams: int  # Gram matrices: of N, and maybe of W
+    vectors: int  # vectors u
+    # Passes over the matrix: to read the gradient and the momentum and write one of them, by the
+    # verdict on the step; to read that and the momentum, write the momentum, and read or write
+    # Nesterov's form of it three times; to read that for its Gram matrix; and two kernels of the
+    # update, which read the weight and write it, with that form in one of them. Spectron reads the
+    # weight twice more, for its norm, and LoRA-Muon once, for its Gram matrix.
+    passes: int
+    # Those of (r, r) matrices work on batches, and those of momenta and decays on lists.
+    kernels: int
+
+    def summed(self, r: int) -> int:
+        """Return the numbers that a rank sends of a matrix whose columns it shares with others."""
+        return self.grams * triangle(r) + self.vectors * (r + 1)
+
+    def returned(self, r: int) -> int:
+        """Return the numbers of the symmetric Q, and of the next u."""
+        return triangle(r) + self.vectors * r
+
+    def small_flops(self, r: int) -> int:
+        """Return the FLOPs of the products (r, r) by (r, r) for one matrix.
+
+        An iteration has four, G², P G P and P Q; the first saves P Q, the last P G P. LoRA-Muon has
+        another root, and two products of it on each side of G and of Q.
+        """
+        products = 4 * ITERATIONS - 3
+        if self.grams == 2:
+            products += 4 * ROOT_ITERATIONS - 3 + 4
+        return products * 2 * r**3
+
+
+RULES = {
+    "Muon": Rule(together=1, grams=1, vectors=0, passes=15, kernels=3),
+    "Spectron": Rule(together=2, grams=1, vectors=1, passes=17, kernels=6),
+    "LoRAMuon": Rule(together=2, grams=2, vectors=0, passes=16, kernels=4),
+}
+
+
+def triangle(r: int) -> int:
+    """Return the numbers of a symmetric matrix (r, r) that travel."""
+    return r * (r + 1) // 2
+
 
 Sharing = tuple[tuple[str, ...], bool]
 """Mesh dimensions whose ranks share products (r, r), and whether each rank already has the sums."""
@@ -69,20 +118,8 @@ class SpectralMatrix:
         return pieces * height
 
 
-def gram_numbers(rule: str, r: int) -> int:
-    """Return the numbers that a rank sends of a matrix whose columns it shares with others."""
-    triangle = r * (r + 1) // 2
-    more = {"Spectron": r + 1, "LoRAMuon": triangle}
-    return triangle + more.get(rule, 0)
-
-
-def result_numbers(rule: str, r: int) -> int:
-    """Return the numbers of a matrix's symmetric Q, and of Spectron's next u."""
-    return r * (r + 1) // 2 + (r if rule == "Spectron" else 0)
-
-
 def shared_matrices(
-    rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
+    rule: Rule, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
 ) -> tuple[dict[Sharing, list[SpectralMatrix]], list[SpectralMatrix]]:
     """Tell which matrices the ranks share out among them.
 
@@ -90,10 +127,9 @@ def shared_matrices(
     sums, and those of which every rank computes Q. `matrices` are a rank's, each A followed by its
     B.
     """
-    together = 1 if rule == "Muon" else 2  # A and B
     kinds: dict[tuple[Sharing, int], list[Sequence[SpectralMatrix]]] = defaultdict(list)
-    for start in range(0, len(matrices), together):
-        linear = matrices[start : start + together]
+    for start in range(0, len(matrices), rule.together):
+        linear = matrices[start : start + rule.together]
         splits = {(matrix.columns or matrix.rows, not matrix.columns) for matrix in linear}
         kinds[splits.pop() if len(splits) == 1 else ((), True), linear[0].r].append(linear)
     shared: dict[Sharing, list[SpectralMatrix]] = defaultdict(list)
@@ -107,7 +143,7 @@ def shared_matrices(
 
 
 def spectral_traffic(
-    rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
+    rule: Rule, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
 ) -> list[Traffic]:
     """Return a step's collectives on the first rank; arguments as in `shared_matrices`.
 
@@ -122,24 +158,24 @@ def spectral_traffic(
     rows: list[Traffic] = []
     for dims, split in by_rows.items():
         numbers = sum(m.padded_rows(ranks) * m.local_columns(ranks) for m in split)
-        calls = 2 if rule == "LoRAMuon" else 1  # N, and W
-        rows.append(_row("all_gather", "momentum", calls, calls * numbers, dims))
-        if rule == "Spectron":
+        # N, and W if its Gram matrix is needed
+        rows.append(_row("all_gather", "momentum", rule.grams, rule.grams * numbers, dims))
+        if rule.vectors:
             width = sum(matrix.local_columns(ranks) for matrix in split)
             height = sum(matrix.padded_rows(ranks) for matrix in split)
             rows.append(_row("all_reduce", "gram", 1, width, dims))
             rows.append(_row("all_gather", "gram", 1, height, dims))
     shared, left = shared_matrices(rule, matrices, ranks)
     for (dims, equal), found in shared.items():
-        summed = sum(gram_numbers(rule, matrix.r) for matrix in found)
-        returned = sum(result_numbers(rule, matrix.r) for matrix in found)
+        summed = sum(rule.summed(matrix.r) for matrix in found)
+        returned = sum(rule.returned(matrix.r) for matrix in found)
         if not equal:
             rows.append(_row("reduce_scatter", "gram", 1, summed, dims))
         rows.append(_row("all_gather", "gram", 1, returned, dims))
     everywhere: Counter[tuple[str, ...]] = Counter()
     for matrix in left:
         if matrix.columns:
-            everywhere[matrix.columns] += gram_numbers(rule, matrix.r)
+            everywhere[matrix.columns] += rule.summed(matrix.r)
     rows += [_row("all_reduce", "gram", 1, n, dims) for dims, n in everywhere.items()]
     return merge(rows)
 
@@ -148,32 +184,18 @@ def _row(op: str, role: str, calls: int, elements: int, dims: tuple[str, ...]) -
     return Traffic("optimizer", "optimizer", op, role, calls, elements, "_".join(dims))
 
 
-def small_flops(rule: str, r: int) -> int:
-    """Return the FLOPs of the products (r, r) by (r, r) for one matrix.
-
-    An iteration has four, G², P G P and P Q; the first saves P Q, the last P G P. LoRA-Muon has
-    another root, and two products of it on each side of G and of Q.
-    """
-    products = 4 * ITERATIONS - 3
-    if rule == "LoRAMuon":
-        products += 4 * ROOT_ITERATIONS - 3 + 4
-    return products * 2 * r**3
-
-
-def rank_small_flops(
-    rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
+def spectral_flops(
+    rule: Rule, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
 ) -> float:
-    """Return a rank's share of the products (r, r) by (r, r); arguments as in `shared_matrices`."""
+    """Return the FLOPs of a rank's products in a step; arguments as in `shared_matrices`."""
     shared, left = shared_matrices(rule, matrices, ranks)
-    flops = float(sum(small_flops(rule, matrix.r) for matrix in left))
+    flops = float(sum(rule.small_flops(matrix.r) for matrix in left))
     for (dims, _), found in shared.items():
-        together = sum(small_flops(rule, matrix.r) for matrix in found)
+        together = sum(rule.small_flops(matrix.r) for matrix in found)
         flops += together / prod(ranks[dim] for dim in dims)
+    for matrix in matrices:
+        # With a rank's columns: N Nᵀ, maybe W Wᵀ, and Q N of its own rows
+        own_rows = matrix.padded_rows(ranks) // prod(ranks[dim] for dim in matrix.rows)
+        columns = matrix.local_columns(ranks)
+        flops += 2 * (rule.grams * matrix.r + own_rows) * matrix.r * columns
     return flops
-
-
-def wide_flops(rule: str, matrix: SpectralMatrix, ranks: Mapping[str, int]) -> int:
-    """Return the FLOPs of the products with a rank's columns: N Nᵀ, and Q N of its own rows."""
-    grams = 2 if rule == "LoRAMuon" else 1  # W Wᵀ
-    own_rows = matrix.padded_rows(ranks) // prod(ranks[dim] for dim in matrix.rows)
-    return 2 * (grams * matrix.r + own_rows) * matrix.r * matrix.local_columns(ranks)

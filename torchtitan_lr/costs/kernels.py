@@ -5,12 +5,11 @@ The recorder sees every operator below autograd, backward and recomputation incl
 """
 
 import gc
-from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,37 +23,14 @@ _ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in dispatch.ATT
 # Operators, and the position of their first factor
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 _PICKS = ("gather", "embedding")  # operators that read of a table as much as they return
-# Operators that change as much of a table as they add, and the position of what they add
-_SPREADS = {"scatter_add_": 3}
 
 
-@dataclass(frozen=True)
-class Product:
-    """A matrix product (m, k) by (k, n), or a batch of them."""
+class Work(NamedTuple):
+    """Work of a device: of a block, of the ends of a model, or of an optimizer's step."""
 
-    batch: int  # number of products
-    m: int
-    n: int
-    k: int  # length of the sums
-    itemsize: int  # bytes per element
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.batch * self.m * self.n * self.k
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the factors and of the result, each passed over memory once."""
-        sides = self.m * self.k + self.k * self.n + self.m * self.n
-        return self.batch * sides * self.itemsize
-
-
-@dataclass(frozen=True)
-class Work:
-    """Work of a device: for a block, for the ends of a model, or for a whole step."""
-
-    products: Counter[Product] = field(default_factory=Counter)  # calls by shape
+    flops: float = 0.0  # of matrix products
+    moved: float = 0.0  # bytes of their factors and results, each passed over memory once
+    products: float = 0.0  # their number
     # FLOPs of fused attention; the masked half of the scores is not computed
     attention: float = 0.0
     traffic: float = 0.0  # bytes that the other kernels read and write
@@ -62,15 +38,14 @@ class Work:
 
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         """Return this work and ``times`` the other."""
-        products = Counter(self.products)
-        for product, calls in other.products.items():
-            products[product] += times * calls  # type: ignore[assignment]
-        return Work(
-            products,
-            self.attention + times * other.attention,
-            self.traffic + times * other.traffic,
-            self.kernels + times * other.kernels,
-        )
+        pairs = zip(self, other, strict=True)
+        return Work(*(mine + times * more for mine, more in pairs))
+
+
+def product_work(batch: int, m: int, n: int, k: int, itemsize: int) -> Work:
+    """Return the work of one kernel: ``batch`` products (m, k) by (k, n)."""
+    sides = m * k + k * n + m * n
+    return Work(2 * batch * m * n * k, batch * sides * itemsize, 1)
 
 
 @dataclass
@@ -90,9 +65,8 @@ class _Kernel:
     backward: bool
     reads: _Sizes = field(default_factory=dict)
     writes: _Sizes = field(default_factory=dict)
-    product: Product | None = None
-    attention: float = 0.0
-    extern: bool = False  # whether no compiler fuses it: a product, attention or a collective
+    heavy: Work | None = None  # of a product or of attention
+    extern: bool = False  # whether no compiler fuses it: a heavy one or a collective
     last: int = 0  # bytes that the last of several operators writes
 
 
@@ -133,17 +107,18 @@ class Recorder(RehearsalMode):
             return  # a view
         if name in _PICKS:
             reads = _at_most(reads, sum(writes.values()))
-        elif name in _SPREADS:
-            added = args[_SPREADS[name]]
+        elif name == "scatter_add_":  # changes as much of a table as it adds
+            added = args[3]
             size = added.numel() * added.element_size()
             reads, writes = _at_most(reads, size), _at_most(writes, size)
         operator = _Kernel(self.backward, reads, writes)
         if name in _PRODUCTS:
-            operator.product = _product(*args[_PRODUCTS[name] :][:2])
+            a, b = args[_PRODUCTS[name] :][:2]  # (..., m, k) and (..., k, n)
+            sides = a.shape[-2], b.shape[-1], a.shape[-1]
+            operator.heavy = product_work(prod(a.shape[:-2]), *sides, a.element_size())
         elif name.startswith(_ATTENTION):
-            operator.attention = _attention_flops("backward" in name, args)
-        heavy = operator.product is not None or operator.attention > 0
-        operator.extern = heavy or "c10d" in namespace
+            operator.heavy = Work(attention=_attention_flops("backward" in name, args), kernels=1)
+        operator.extern = operator.heavy is not None or "c10d" in namespace
         self._operators.append(operator)
 
     def _known(self, storage: torch.UntypedStorage, allocated: bool = False) -> _Storage:
@@ -183,20 +158,19 @@ class Recorder(RehearsalMode):
 
     def work(self, backward: bool, fused: bool) -> Work:
         """Return the work of a pass."""
-        mine = [operator for operator in self._operators if operator.backward == backward]
-        products = Counter(o.product for o in mine if o.product is not None)
-        attention = [operator.attention for operator in mine if operator.attention]
-        if fused:
-            traffic, kernels = self._fused(backward)
-        else:
-            others = [operator for operator in mine if not operator.extern]
-            traffic = sum(sum(o.reads.values()) + sum(o.writes.values()) for o in others)
-            kernels = len(others)
-        kernels += len(attention)
-        return Work(products, sum(attention), float(traffic), float(kernels))
+        work = self._fused(backward) if fused else Work()
+        for operator in self._operators:
+            if operator.backward != backward:
+                continue
+            if operator.heavy is not None:
+                work = work.plus(operator.heavy)
+            elif not operator.extern and not fused:
+                moved = sum(operator.reads.values()) + sum(operator.writes.values())
+                work = work.plus(Work(traffic=moved, kernels=1))
+        return work
 
-    def _fused(self, backward: bool) -> tuple[int, int]:
-        """Return bytes and kernels where each run of element-wise operators is one kernel.
+    def _fused(self, backward: bool) -> Work:
+        """Return the work where each run of element-wise operators is one kernel.
 
         A kernel writes what a product or a collective reads. What only other kernels read, they
         compute again from the inputs of its maker, as the partitioner of a compiler does.
@@ -209,9 +183,10 @@ class Recorder(RehearsalMode):
         makers: dict[int, _Kernel] = {}  # which kernel writes a result
         for kernel in kernels:
             makers |= {number: kernel for number, _ in kernel.writes}
-        mine = [kernel for kernel in kernels if kernel.backward == backward]
-        traffic = 0
-        for kernel in mine:
+        work = Work()
+        for kernel in kernels:
+            if kernel.backward != backward:
+                continue
             reads: _Sizes = {}
             for key, size in kernel.reads.items():
                 maker = makers.get(key[0], kernel)
@@ -221,18 +196,13 @@ class Recorder(RehearsalMode):
                     reads.update(maker.reads)
             kept = sum(size for key, size in kernel.writes.items() if key[0] in needed)
             largest = max(kernel.writes.values(), default=0)
-            traffic += sum(reads.values()) + (kept or min(largest, kernel.last))
-        return traffic, len(mine)
+            moved = sum(reads.values()) + (kept or min(largest, kernel.last))
+            work = work.plus(Work(traffic=moved, kernels=1))
+        return work
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in dispatch.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _product(a: Tensor, b: Tensor) -> Product:
-    """Return the product of factors (..., m, k) and (..., k, n)."""
-    sides = a.shape[-2], b.shape[-1], a.shape[-1]
-    return Product(prod(a.shape[:-2]), *sides, a.element_size())
 
 
 def _attention_flops(backward: bool, args: Any) -> float:
@@ -287,12 +257,10 @@ class _OneKernel(torch.autograd.Function):
         return dx, dw, None
 
 
-@contextmanager
-def norm_in_one_kernel(recorder: Recorder) -> Iterator[None]:
+def norm_in_one_kernel(recorder: Recorder) -> AbstractContextManager[Any]:
     """Replace `F.rms_norm`, which the CPU has not as one kernel but GPUs have."""
 
     def fused(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Any:
         return _OneKernel.apply(x, weight, recorder)
 
-    with rms_norm_by(fused):
-        yield
+    return rms_norm_by(fused)

@@ -3,8 +3,6 @@
 
 from collections.abc import Iterable
 
-import torch
-
 from torchtitan_lr.costs.described_run import Precision, Run, blocks_of, elements
 from torchtitan_lr.costs.optimizer_costs import NamedShapes
 from torchtitan_lr.costs.rehearsal import Rehearsal
@@ -43,10 +41,9 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
 
 
 def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
-    """Return the bytes that micro-batches keep for backward, and how many (by stage) they are."""
+    """Return the bytes that micro-batches keep for backward, without masks, and their number."""
     sizes = {
-        stage: document_bytes(run)
-        + len(blocks_of(run.stages[stage])) * rehearsal.block
+        stage: len(blocks_of(run.stages[stage])) * rehearsal.block
         + ("head" in run.stages[stage]) * rehearsal.ends
         for stage in run.stages_of(pp_rank)
     }
@@ -58,28 +55,12 @@ def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
     return round(size), count
 
 
-def document_bytes(run: Run) -> int:
-    """Return what keeps documents apart on a GPU: indices, positions, rotary table and mask."""
-    if not run.config.training.mask_documents:
-        return 0
-    by_token = 2 * torch.int64.itemsize + run.args.head_dim // 2 * ROTARY_BYTES
-    return run.microbatch * (run.seq_len * by_token + mask_bytes(run.seq_len, run.cp))
-
-
-def mask_bytes(seq_len: int, cp_degree: int = 1) -> int:
-    """Return the bytes of ``flex_attention``'s mask of a row: lists of blocks of 128 tokens.
-
-    Blocks of keys by a rank's blocks of queries, and the reverse, seen in part and whole.
-    """
-    keys, queries = -(-seq_len // 128), -(-seq_len // cp_degree // 128)
-    return 2 * torch.int32.itemsize * (keys + queries + 2 * keys * queries)
-
-
 def buffer_bytes(run: Run, pp_rank: int) -> int:
     """Return what a rank holds besides parameters, their state and activations."""
     units, stages, precision = run.units_of(pp_rank), run.stages_of(pp_rank), run.precision
     total = len(stages) * run.seq_len * (run.args.head_dim // 2) * ROTARY_BYTES
-    whole_gradients = precision.summed * sum(map(elements, units.values()))
+    # Added up over micro-batches in fp32 or wider
+    whole_gradients = max(4, precision.compute) * sum(map(elements, units.values()))
     if run.shard > 1 or precision.compute != precision.parameter:
         total += gathered_unit_bytes(units.values(), units.get("head"), run.reshards, precision)
     if run.shard > 1 and run.pp > 1 and run.microbatches > 1:
@@ -108,8 +89,6 @@ def gathered_unit_bytes(
     block, of the running block and of the prefetched one, and one unit's gradients in both dtypes.
     """
     sizes = sorted(map(elements, units))
-    if not sizes:
-        return 0
     gradient = precision.compute + precision.reduce
     if not reshards:
         return precision.compute * sum(sizes) + gradient * sizes[-1]
@@ -137,4 +116,4 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
 
 def _residual_bytes(run: Run) -> int:
     """Return the bytes of one number per compressed entry that a rank contributes to."""
-    return 4 * sum(unit.ranks * unit.compressed for _, unit in exchanged_units(run))
+    return 4 * sum(unit.ranks * unit.compressed for unit in exchanged_units(run).values())

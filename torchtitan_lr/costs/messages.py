@@ -64,3 +64,8 @@ def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
         role = own.get(role, role)
     dtype: torch.dtype = getattr(torch, dtypes[role])
     return dtype.itemsize
+
+
+def sent_bytes(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> int:
+    """Return the bytes of rows together."""
+    return sum(row.elements * element_size(row, dtypes) for row in rows)

@@ -7,22 +7,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import lcm, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torchtitan_lr.costs.gram_messages import (
+    RULES,
+    Rule,
     SpectralMatrix,
-    rank_small_flops,
-    small_flops,
+    spectral_flops,
     spectral_traffic,
-    wide_flops,
 )
-from torchtitan_lr.costs.messages import Traffic, element_size, merge
-from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
+from torchtitan_lr.costs.kernels import Work
+from torchtitan_lr.costs.messages import Traffic, merge, sent_bytes
+from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.errors import require
-from torchtitan_lr.ledger.scopes import OUTER
+from torchtitan_lr.ledger.ledger import OUTER
 from torchtitan_lr.optim.outer import coded_bytes, layer_fragments
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
+Side = TypeVar("Side")
 
 MOMENTS = 2  # of AdamW and TSR-Adam, numbers per number
 STEP_BYTES = 4  # of a step counter, an fp32 scalar: AdamW's of each tensor, TSR-Adam's of a rank
@@ -41,31 +43,11 @@ ADAMW_PASSES = 10
 """Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
 writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
 
-SPECTRAL_PASSES = {"Muon": 15, "Spectron": 17, "LoRAMuon": 16}
-"""Passes over a rank's matrices in a step of a spectral rule: to read the gradient and the momentum
-and write one of them, by the verdict on the step; to read that and the momentum, write the
-momentum, and read or write Nesterov's form of it three times; to read that for its Gram matrix; and
-two kernels of the update, which read the weight and write it, with that form in one of them.
-Spectron reads the weight twice more, for its norm, and LoRA-Muon once, for its Gram matrix."""
-
-SPECTRAL_KERNELS = {"Muon": 3, "Spectron": 6, "LoRAMuon": 4}
-"""Kernels per matrix in such a step; those of (r, r) matrices work on
-batches, and those of momenta and decays on lists."""
-
 TSR_PASSES = 5
 """Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the
 gradient; the decay and the lift each read the weight and write it."""
 
 TSR_KERNELS = 4  # its products: two to project a gradient, and two to lift a core
-
-
-@dataclass(frozen=True)
-class OptimizerWork:
-    """Work of a rank in a step."""
-
-    traffic: float = 0.0  # bytes that kernels read and write, beside those of products
-    flops: float = 0.0  # of products in fp32
-    kernels: float = 0.0  # kernels per matrix; those on lists and batches take no time of their own
 
 
 class OptimizerCost:
@@ -100,9 +82,12 @@ class OptimizerCost:
         """Return the bytes that it holds besides the states."""
         return 0
 
-    def work(self, pp_rank: int) -> OptimizerWork:
-        """Return what a rank computes in an ordinary step."""
-        return OptimizerWork(self.adamw_traffic(self.run.pieces_of(pp_rank)))
+    def work(self, pp_rank: int) -> Work:
+        """Return what a rank computes in an ordinary step, in fp32; kernels are those per matrix.
+
+        Those on lists and batches take no time of their own, nor do the bytes of products.
+        """
+        return Work(traffic=self.adamw_traffic(self.run.pieces_of(pp_rank)))
 
     def adamw_traffic(self, pieces: NamedShapes) -> float:
         """Return the bytes that AdamW reads and writes."""
@@ -200,12 +185,11 @@ class SpectralCost(MatrixCost):
     """Muon, Spectron and LoRA-Muon: a momentum, fp32 or wider, and Spectron's vector (r,)."""
 
     @property
-    def rule(self) -> str:
-        """The rule's name."""
-        rule, name = self.run.entry.like, self.run.entry.name
-        want = f"another ``cost`` in its entry, or ``like``: one of {', '.join(SPECTRAL_PASSES)}"
-        require(rule in SPECTRAL_PASSES, "optimizer.name", name, want)
-        return rule
+    def rule(self) -> Rule:
+        """What the optimizer, or the one that it is like, needs of a matrix."""
+        want = f"another ``cost`` in its entry, or ``like``: one of {', '.join(RULES)}"
+        require(self.run.entry.like in RULES, "optimizer.name", self.run.entry.name, want)
+        return RULES[self.run.entry.like]
 
     def traffic(self, pp_rank: int) -> list[Traffic]:
         """Return sums of Gram matrices, and what is gathered for them."""
@@ -215,26 +199,22 @@ class SpectralCost(MatrixCost):
         """Return the bytes of momenta and vectors, and of AdamW's moments."""
         own, others = self.own(pieces)
         numbers = sum(map(prod, own.values()))
-        if self.rule == "Spectron":
-            numbers += sum(self.whole[name].r for name in own)
+        numbers += self.rule.vectors * sum(self.whole[name].r for name in own)
         return self.wide * numbers + super().state_bytes(others)
 
-    def work(self, pp_rank: int) -> OptimizerWork:
+    def work(self, pp_rank: int) -> Work:
         """Return products of momenta and of (r, r) matrices, and passes over matrices."""
         own, others = self.own(self.run.pieces_of(pp_rank))
-        passes = SPECTRAL_PASSES[self.rule] * self.wide * sum(map(prod, own.values()))
-        matrices, ranks = self.matrices(pp_rank), self.run.ranks
-        flops = rank_small_flops(self.rule, matrices, ranks)
-        flops += sum(wide_flops(self.rule, matrix, ranks) for matrix in matrices)
-        kernels = SPECTRAL_KERNELS[self.rule] * len(matrices)
-        return OptimizerWork(passes + self.adamw_traffic(others), flops, kernels)
+        passes = self.rule.passes * self.wide * sum(map(prod, own.values()))
+        matrices = self.matrices(pp_rank)
+        flops = spectral_flops(self.rule, matrices, self.run.ranks)
+        kernels = self.rule.kernels * len(matrices)
+        traffic = passes + self.adamw_traffic(others)
+        return Work(flops=flops, traffic=traffic, kernels=kernels)
 
     def model_flops(self) -> float:
         """Return the FLOPs of all products of a step, each once."""
-        flops = 0
-        for matrix in self.whole.values():
-            flops += wide_flops(self.rule, matrix, {}) + small_flops(self.rule, matrix.r)
-        return flops
+        return spectral_flops(self.rule, [*self.whole.values()], {})
 
 
 class TSRCost(OptimizerCost):
@@ -251,32 +231,35 @@ class TSRCost(OptimizerCost):
 
     def sent(self, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
         """Return what a step sends in which some of `plans_of`, by index, refresh."""
-        run, matrices = self.run, []
-        sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
-        for plan in self.plans_of(pp_rank):
-            rows, columns = run.splits(plan.name)
-            if plan.transposed:
-                rows, columns = columns, rows
-            matrices.append(TSRMatrix(plan, rows, columns))
-        pieces = reversed(run.pieces_of(pp_rank).items())
-        dense = [prod(piece) for name, piece in pieces if name not in self.plans]
-        mesh = TSRMesh(sharding, run.replicas)
-        return tsr_traffic(matrices, refreshing, dense, mesh, self.settings)
+        run, ranks = self.run, self.run.ranks
+        matrices, dense = [], []
+        for name, piece in reversed(run.pieces_of(pp_rank).items()):
+            if plan := self.plans.get(name):
+                rows, columns = _oriented(plan, run.splits(name))
+                over = {dim: ranks[dim] for dim in rows}, {dim: ranks[dim] for dim in columns}
+                matrices.append(TSRMatrix(plan, *over))
+            else:
+                dense.append(prod(piece))
+        replicas = ("dp_replicate",) if run.replicas > 1 else ()
+        return tsr_traffic(matrices, refreshing, dense, replicas, self.settings)
 
     def traffic(self, pp_rank: int) -> list[Traffic]:
         """Return what a step without a refresh sends."""
         return self.sent(pp_rank, ())
 
-    def mean_traffic(self, pp_rank: int) -> list[Traffic]:
-        """Return what a step sends on average over the refreshes, rounded."""
+    def refreshes(self, pp_rank: int) -> Counter[tuple[int, ...]]:
+        """Return the steps of a period after the first, by the matrices that refresh together."""
         plans = self.plans_of(pp_rank)
         steps = lcm(*{plan.interval for plan in plans})
-        # Steps by the matrices that refresh together
-        times = Counter(_due(plans, step, 1) for step in range(steps))
-        rows = []
+        return Counter(_due(plans, step, 1) for step in range(steps))
+
+    def mean_traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what a step sends on average over the refreshes, rounded."""
+        times, rows = self.refreshes(pp_rank), []
         for due, count in times.items():
             for row in self.sent(pp_rank, due):
                 rows.append(replace(row, calls=row.calls * count, elements=row.elements * count))
+        steps = times.total()
         return [
             replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
             for row in merge(rows)
@@ -284,19 +267,15 @@ class TSRCost(OptimizerCost):
 
     def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
         """Return what the first step sends, the later step that sends most, and others."""
-        plans = self.plans_of(pp_rank)
-        steps = lcm(*{plan.interval for plan in plans})
-        later = {_due(plans, step, 1) for step in range(1, steps + 1)}
+        plans, dtypes = self.plans_of(pp_rank), self.run.wire_dtypes
+        later = [self.sent(pp_rank, due) for due in self.refreshes(pp_rank)]
         return {
             "ordinary": self.traffic(pp_rank),
             "all_refresh": self.sent(pp_rank, range(len(plans))),
             "first": self.sent(pp_rank, _due(plans, 0, 0)),
-            "largest later": max((self.sent(pp_rank, due) for due in later), key=self._bytes),
+            "largest later": max(later, key=lambda rows: sent_bytes(rows, dtypes)),
             "average": self.mean_traffic(pp_rank),
         }
-
-    def _bytes(self, rows: list[Traffic]) -> int:
-        return sum(row.elements * element_size(row, self.run.wire_dtypes) for row in rows)
 
     def state_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of bases and moments, fp32 or wider, of all model parts of a rank.
@@ -307,7 +286,7 @@ class TSRCost(OptimizerCost):
         total, numbers = STEP_BYTES, 0
         for name, piece in pieces.items():
             if plan := self.plans.get(name):
-                m, n = reversed(piece) if plan.transposed else piece
+                m, n = _oriented(plan, piece)
                 total += COUNTER_BYTES
                 numbers += plan.rank * (m + n * plan.two_sided) + MOMENTS * plan.core_elements(n)
             else:
@@ -319,23 +298,27 @@ class TSRCost(OptimizerCost):
         size = 0
         for name, piece in pieces.items():
             if plan := self.plans.get(name):
-                size += 4 * plan.core_elements(piece[0 if plan.transposed else 1])
+                size += 4 * plan.core_elements(_oriented(plan, piece)[1])
         return size
 
-    def work(self, pp_rank: int) -> OptimizerWork:
+    def work(self, pp_rank: int) -> Work:
         """Return projections and lifts, without refreshes: mostly decompositions of (k, k)."""
         traffic, flops, count = 0.0, 0.0, 0
         others = {}
         for name, piece in self.run.pieces_of(pp_rank).items():
             if plan := self.plans.get(name):
-                rows, columns = reversed(piece) if plan.transposed else piece
                 traffic += TSR_PASSES * self.wide * prod(piece)
-                flops += plan.step_flops(rows, columns)
+                flops += plan.step_flops(*_oriented(plan, piece))
                 count += 1
             else:
                 others[name] = piece
         traffic += self.adamw_traffic(others)
-        return OptimizerWork(traffic, flops, TSR_KERNELS * count)
+        return Work(flops=flops, traffic=traffic, kernels=TSR_KERNELS * count)
+
+
+def _oriented(plan: MatrixPlan, sides: Sequence[Side]) -> Sequence[Side]:
+    """Return a parameter's sides, or what splits them, as rows and columns of its projection."""
+    return sides[::-1] if plan.transposed else sides
 
 
 def _due(plans: list[MatrixPlan], step: int, after: int) -> tuple[int, ...]:

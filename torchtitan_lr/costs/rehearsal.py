@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,16 +31,16 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import summed_loss
 from torchtitan_lr.models.llama import PLACES, LlamaModel
-from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
-from torchtitan_lr.parallel.plan_parts import TPSettings
-from torchtitan_lr.parallel.plans import apply_tensor_parallel
-from torchtitan_lr.parallel.recompute import (
+from torchtitan_lr.parallel.checkpoint_modes import (
     EAGER_MODES,
     apply_activation_checkpoint,
     compiles_model,
     wrapping_period,
 )
-from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
+from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
+from torchtitan_lr.parallel.plan_parts import TPSettings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, set_default_dtype
 
 if TYPE_CHECKING:
     from torchtitan_lr.costs.described_run import Run
@@ -185,8 +184,6 @@ def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None
     if tp_degree * cp_degree == 1:
         yield None
         return
-    if dist.is_initialized():
-        raise RuntimeError("a rehearsal needs a process without a process group")
     sizes = {"cp": cp_degree, "tp": tp_degree} if cp_degree > 1 else {"tp": tp_degree}
     with fake_process_group(tp_degree * cp_degree):
         yield init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
@@ -249,12 +246,8 @@ def _run(
 
 def _build(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> LlamaModel:
     """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(workload.dtype)  # a cast afterwards would swap fake parameters
-    try:
+    with set_default_dtype(workload.dtype):  # a cast afterwards would swap fake parameters
         model = LlamaModel(replace(workload.args, max_seq_len=workload.seq_len))
-    finally:
-        torch.set_default_dtype(default)
     if mesh is not None:
         apply_tensor_parallel(model, mesh["tp"], workload.settings)
     if mesh is not None and workload.cp_degree > 1:

@@ -10,9 +10,8 @@ the link's bandwidth. Tensor-parallel activations and messages are exposed, and 
 traffic; the online norm's statistic and data-parallel traffic only where they take longer.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torchtitan_lr.costs.described_run import Run, blocks_of, elements
@@ -46,35 +45,23 @@ class StepTime:
         return device + self.exposed_communication + self.bubble
 
 
-def compute_seconds(flops: float, hardware: Hardware) -> float:
-    """Return the modelled time of matrix products."""
-    return flops / (hardware.peak_tflops * 1e12 * hardware.matmul_efficiency)
-
-
 def product_seconds(work: Work, hardware: Hardware) -> float:
     """Return the modelled time of a work's products and attention."""
-    seconds = compute_seconds(work.attention / hardware.attention_share, hardware)
+    speed = hardware.peak_tflops * 1e12 * hardware.matmul_efficiency  # FLOP/s
     gbytes = hardware.product_gbytes_per_s or hardware.memory_gbytes_per_s
-    for product, calls in work.products.items():
-        moved = product.bytes / (gbytes * 1e9)
-        once = compute_seconds(product.flops, hardware) + moved + hardware.kernel_us * 1e-6
-        seconds += calls * once
-    return seconds
+    computing = (work.flops + work.attention / hardware.attention_share) / speed
+    return computing + work.moved / (gbytes * 1e9) + work.products * hardware.kernel_us * 1e-6
 
 
-def element_wise_seconds(work: Work, hardware: Hardware) -> float:
+def kernel_seconds(work: Work, hardware: Hardware) -> float:
     """Return the modelled time of a work's other kernels."""
-    return work.kernels * hardware.kernel_us * 1e-6 + moved_seconds(work.traffic, hardware)
-
-
-def moved_seconds(traffic: float, hardware: Hardware) -> float:
-    """Return the modelled time of bytes that kernels read and write."""
-    return traffic / (hardware.memory_gbytes_per_s * 1e9)
+    moving = work.traffic / (hardware.memory_gbytes_per_s * 1e9)
+    return moving + work.kernels * hardware.kernel_us * 1e-6
 
 
 def communication_seconds(
     traffic: Iterable[Traffic],
-    element_size: Callable[[Traffic], int],
+    dtypes: Mapping[str, str],  # as in `element_size`
     mesh: Mapping[str, MeshDim],
     hardware: Hardware,
 ) -> dict[str, float]:
@@ -82,7 +69,7 @@ def communication_seconds(
     seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "overlapped": 0.0}
     for row in traffic:
         overlaps = row.role in _OVERLAPPED and row.pass_ != "optimizer"
-        took = collective_seconds(row, element_size(row), mesh[row.mesh_dim], hardware)
+        took = collective_seconds(row, element_size(row, dtypes), mesh[row.mesh_dim], hardware)
         seconds["overlapped" if overlaps else row.pass_] += took
     return seconds
 
@@ -96,7 +83,7 @@ def model_step_time(
     return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
 
 
-def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: Hardware) -> float:
+def collective_seconds(row: Traffic, itemsize: int, dim: MeshDim, hardware: Hardware) -> float:
     """Return the modelled time of a row of collectives; a message counts on its sender."""
     if dim.size == 1 or row.op == "recv":
         return 0.0
@@ -107,7 +94,7 @@ def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: 
     if within_node and hardware.direct_links:
         gbytes *= (dim.size - 1 if row.op != "send" else 1) / (hardware.devices_per_node - 1)
     share = _WIRE_SHARE[row.op] * (dim.size - 1) / dim.size if row.op in _WIRE_SHARE else 1.0
-    wire = share * row.elements * element_size / (gbytes * 1e9)
+    wire = share * row.elements * itemsize / (gbytes * 1e9)
     return row.calls * hardware.latency_us * 1e-6 + wire
 
 
@@ -115,17 +102,18 @@ def step_time(
     run: Run, traffic: list[list[Traffic]], hardware: Hardware, rehearsal: Rehearsal
 ) -> StepTime:
     """Model a step, of ``traffic`` by pipeline rank, on the rank that is busy longest."""
-    sizes = partial(element_size, dtypes=run.wire_dtypes)
     # By stage, of a micro-batch: forward and backward, each products and other kernels
     stages = [_passes(units, hardware, rehearsal) for units in run.stages]
     times = []
     seconds = [(0.0, 0.0)] * len(stages)  # by stage, with what they wait for
     for pp_rank, rows in enumerate(traffic):
         mine = run.stages_of(pp_rank)
-        passes = [each for stage in mine for each in stages[stage]]
-        products, others = (sum(part) * run.rounds for part in zip(*passes, strict=True))
-        others += _staging_seconds(run, pp_rank, hardware)
-        sent = communication_seconds(rows, sizes, run.mesh, hardware)
+        products, others = 0.0, _staging_seconds(run, pp_rank, hardware)
+        for stage in mine:
+            for product, other in stages[stage]:
+                products += run.rounds * product
+                others += run.rounds * other
+        sent = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
         own = optimizer_seconds(run, pp_rank, hardware)
         times.append(model_step_time(products, sent, others, own))
         count = len(mine) * run.rounds
@@ -144,7 +132,7 @@ def _passes(
     for block, ends in zip(rehearsal.block_work, rehearsal.ends_work, strict=True):
         # The embedding counts with the head.
         mine = Work().plus(block, len(blocks_of(units))).plus(ends, float("head" in units))
-        seconds.append((product_seconds(mine, hardware), element_wise_seconds(mine, hardware)))
+        seconds.append((product_seconds(mine, hardware), kernel_seconds(mine, hardware)))
     return seconds
 
 
@@ -165,8 +153,7 @@ def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     if run.entry.tf32_products and run.config.training.mixed_precision_param != "float32":
         peak = hardware.peak_tflops / 2  # TF32 has half the speed of bf16
     products = work.flops / (peak * 1e12 * hardware.matmul_efficiency)
-    launches = work.kernels * hardware.kernel_us * 1e-6
-    return moved_seconds(work.traffic, hardware) + products + launches
+    return kernel_seconds(work, hardware) + products
 
 
 def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
@@ -177,4 +164,4 @@ def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     numbers = sum(map(elements, run.units_of(pp_rank).values()))
     gathers = 2 if run.reshards else 1
     per_number = gathers * 2 * sizes.compute + sizes.compute + sizes.reduce
-    return moved_seconds(run.accumulation * per_number * numbers, hardware)
+    return kernel_seconds(Work(traffic=run.accumulation * per_number * numbers), hardware)

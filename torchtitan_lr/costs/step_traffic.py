@@ -5,6 +5,7 @@ The scalars of the ledger's scope ``step`` are left out, except an optimizer's. 
 always reshards, weight gathers count once per pass, although each micro-batch repeats them.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
@@ -17,12 +18,11 @@ from torchtitan_lr.compression.settings import (
     is_compressed,
 )
 from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
-from torchtitan_lr.costs.messages import Traffic, backward, element_size, forward, merge
+from torchtitan_lr.costs.messages import Traffic, backward, forward, merge, sent_bytes
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.tp_messages import model_traffic
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.ledger.ledger import COUNTS, reading_order
-from torchtitan_lr.ledger.scopes import STEP
+from torchtitan_lr.ledger.ledger import COUNTS, STEP, reading_order
+from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.parallel.plans import PLANS
 from torchtitan_lr.parallel.stages import stage_boundaries
@@ -97,7 +97,7 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
     """
     rows, passes = [], run.accumulation
     crossed = "dp_replicate" if run.replicas > 1 else "fsdp"
-    exchanges = dict(exchanged_units(run)) if run.compresses else {}
+    exchanges = exchanged_units(run) if run.compresses else {}
     for name, parameters in run.units_of(pp_rank).items():
         scope = "head" if name == "root" else name
         piece = sum(prod(run.piece(parameter)) for parameter in parameters)
@@ -121,26 +121,25 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
     return merge(rows)
 
 
-def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
-    """Return the name and the compressed exchange of every FSDP unit."""
-    settings, units = run.compression, []
+def exchanged_units(run: Run) -> dict[str, Unit]:
+    """Return the compressed exchange of every FSDP unit, by its name."""
+    settings, units = run.compression, {}
     for name, parameters in run.stages[0].items():
         entries = {True: 0, False: 0}
         for parameter in parameters:
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
             entries[chosen] += prod(run.piece(parameter))
-        unit = exchange_unit(settings.codec, entries[True], entries[False], run.replicas > 1)
-        units.append((name, unit))
+        exchanged = exchange_unit(settings.codec, entries[True], entries[False], run.replicas > 1)
+        units[name] = exchanged
     return units
 
 
 def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """Sum bytes by mesh dimension and operation; ``dtypes`` as in `element_size`."""
-    result: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = defaultdict(Counter)
     for row in rows:
-        ops = result.setdefault(row.mesh_dim, {})
-        ops[row.op] = ops.get(row.op, 0) + row.elements * element_size(row, dtypes)
-    return result
+        result[row.mesh_dim][row.op] += sent_bytes([row], dtypes)
+    return dict(result)
 
 
 WIRES = ("float32", "bfloat16")  # values of ``training.mixed_precision_reduce``
@@ -151,17 +150,15 @@ def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
 
     Cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
+    roles = ("gradient", "index", "core", "sketch", "outer")
     optimizer = run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
     optimizer = [row for row in optimizer if row.mesh_dim != "tp"]
     rounds = not run.compresses or run.compression.codec.can_round
     found = {}
     for wire in WIRES if rounds else ("float32",):
         other = with_wire(run, wire)
-        found[wire] = sum(
-            row.elements * element_size(row, other.wire_dtypes)
-            for row in (*_data(other, pp_rank), *optimizer)
-            if row.role in ("gradient", "index", "core", "sketch", "outer")
-        )
+        rows = [row for row in (*_data(other, pp_rank), *optimizer) if row.role in roles]
+        found[wire] = sent_bytes(rows, other.wire_dtypes)
     return found
 
 
@@ -171,12 +168,9 @@ def sent_per_step(config: Any, world: int) -> dict[str, int]:
     A run without a formula, or whose ranks share no gradients, has none.
     """
     wire = config.training.mixed_precision_reduce
-    if ENTRIES[config.optimizer.name].cost is None:
+    if ENTRIES[config.optimizer.name].cost is None or llama_args(config) is None:
         return {}
-    try:
-        run = read_run(config, world)
-    except ConfigError:  # a family from outside
-        return {}
+    run = read_run(config, world)
     baseline = gradient_bytes(replace(run, baseline=True), 0)[wire]
     if not baseline:
         return {}

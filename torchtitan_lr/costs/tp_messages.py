@@ -10,7 +10,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,12 +37,6 @@ def gates(shape: LlamaArgs) -> list[Traffic]:
     return [backward("all_reduce", [3, 1, 2, 1])] if shape.learns_gates else []
 
 
-def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
-    """Widths r of q, k, v; o; gate, up; down, and whether a norm stands in front of the group."""
-    attention, ffn = shape.rank_attention, shape.rank_ffn
-    return [([attention] * 3, True), ([attention], False), ([ffn] * 2, True), ([ffn], False)]
-
-
 def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
     """Bottleneck-aware, r-wide payloads: 7bsr per pass, two norms' statistics (BOOST, Eq. 3).
 
@@ -51,8 +45,11 @@ def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
     """
     sequence, online = settings.comm == "sequence", settings.norm == "online"
     reduce = "reduce_scatter" if sequence else "all_reduce"
+    attention, ffn = shape.rank_attention, shape.rank_ffn
+    # Widths r of q, k, v; o; gate, up; down, and whether a norm stands in front of the group
+    groups = [([attention] * 3, True), ([attention], False), ([ffn] * 2, True), ([ffn], False)]
     rows: list[Traffic] = []
-    for widths, has_norm in chunk_groups(shape):
+    for widths, has_norm in groups:
         payloads = [sum(widths)] if settings.grouping else widths
         rows.append(forward(reduce, [n * width for width in payloads]))
         # Backward, of the copies that the column-parallel B's were given.
@@ -120,28 +117,21 @@ def caat(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
     in front of the head.
     """
     shared = n * int(shape.sync_fraction * shape.dim)
+    stream, both = [n * shape.dim], [shared] * 2
+    block = [backward("all_reduce", [shape.dim] * 2)]
+    if shared:
+        block.append(forward("all_reduce", both))
+    if shared and settings.wide_sums:  # add in fp32, send half precision
+        padded = [-(-shared // ranks) * ranks] * 2
+        block += [backward("all_to_all", padded), backward("all_gather", padded)]
+    elif shared:
+        block.append(backward("all_reduce", both))
     summed = "all_to_all" if settings.wide_sums else "reduce_scatter"
-    stream = [n * shape.dim]
     return {
         "embedding": [forward("all_gather", stream), backward(summed, stream)],
-        "block": [
-            *_partial_reductions([shared] * 2, settings, ranks),
-            backward("all_reduce", [shape.dim] * 2),
-        ],
+        "block": block,
         "head": [backward("all_reduce", [shape.dim])],
     }
-
-
-def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: int) -> list[Traffic]:
-    """Return equal sums in both passes; wide backward sums add in fp32 and send half precision."""
-    payloads = [payload for payload in payloads if payload]
-    if not payloads:
-        return []
-    rows = [forward("all_reduce", payloads)]
-    if not settings.wide_sums:
-        return [*rows, backward("all_reduce", payloads)]
-    padded = [-(-payload // ranks) * ranks for payload in payloads]
-    return [*rows, backward("all_to_all", padded), backward("all_gather", padded)]
 
 
 FORMULAS: dict[str, Formula] = {

@@ -9,17 +9,19 @@ Z and B, what their QR gathers, and checksums, in rounds of matrices that are al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from torchtitan_lr.costs.messages import Traffic, merge
+from torchtitan_lr.costs.messages import Traffic, merge, of_pass
 
 if TYPE_CHECKING:
     from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 
 Axis = Literal["rows", "columns"]
+Item = TypeVar("Item")
 
 BUCKET = 2**26  # elements of a bucket of dense gradients, and of what a refresh holds at a time
 
@@ -29,111 +31,101 @@ class TSRMatrix:
     """A compressed matrix and its split, transposed if it is projected transposed."""
 
     plan: MatrixPlan  # sides m and n, rank r, width k, and iterations q of the matrix
-    rows: tuple[str, ...] = ()  # mesh dimensions that split the rows
-    columns: tuple[str, ...] = ()  # mesh dimensions that split the columns
+    # Ranks by mesh dimension that splits the rows, and the columns, in the mesh's order
+    rows: Mapping[str, int] = field(default_factory=dict)
+    columns: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kind(self) -> object:
         """What matrices that the optimizer stacks have in common."""
         plan = self.plan
         shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
-        return shape, self.rows, self.columns
+        return shape, (*self.rows,), (*self.columns,)
 
+    @cached_property
+    def block(self) -> tuple[int, int]:
+        """The rows and columns of the largest block, each rounded up."""
+        rows, columns = prod(self.rows.values()), prod(self.columns.values())
+        return ceil(self.plan.rows / rows), ceil(self.plan.columns / columns)
 
-@dataclass(frozen=True)
-class TSRMesh:
-    """The mesh of a run."""
+    @property
+    def core(self) -> int:
+        """The elements of the core: r×r, one-sided r×n."""
+        return self.plan.rank * (self.plan.rank if self.plan.two_sided else self.block[1])
 
-    sharding: Mapping[str, int]  # ranks by mesh dimension that splits parameters, in order
-    replicas: int = 1  # ranks with equal parameters
+    @property
+    def contracted(self) -> tuple[str, ...]:
+        """The mesh dimensions whose ranks each have a term of the core."""
+        return (*self.rows, *(self.columns if self.plan.two_sided else ()))
 
-    def refresh_elements(self, matrix: TSRMatrix) -> tuple[int, int]:
-        """Return what a refresh sums over the replicas: as dense gradients, and as sketches.
+    @cached_property
+    def refreshes_densely(self) -> bool:
+        """Whether a refresh sums the gradient over the replicas, and no sketches.
 
         A sketch of width k costs (1 + q)(m + n)k: Y (m, k) and B (k, n), and for each power
         iteration Z (n, k) and Y again. ``auto`` sends the gradient if that is not more.
         """
-        plan, block = matrix.plan, self.block(matrix)
-        sketches = (1 + plan.power_iterations) * sum(block) * plan.width
-        cheaper = plan.refresh == "auto" and prod(block) <= sketches
-        dense = plan.refresh == "dense" or cheaper
-        return (prod(block), 0) if dense else (0, sketches)
+        plan = self.plan
+        sketches = (1 + plan.power_iterations) * sum(self.block) * plan.width
+        cheaper = plan.refresh == "auto" and prod(self.block) <= sketches
+        return plan.refresh == "dense" or cheaper
 
-    def gathered(self, matrix: TSRMatrix, axis: Axis) -> dict[str, int]:
+    def gathered(self, axis: Axis) -> dict[str, int]:
         """Return what the QR factorization of a sketch gathers, by the dimensions that split it.
 
         Each rank sends its rows of the sketch, or its triangle (k, k), whichever is less.
         """
-        k = matrix.plan.width
-        length = self.block(matrix)[0 if axis == "rows" else 1]
+        k = self.plan.width
+        length, split = self.block[0], self.rows
+        if axis == "columns":
+            length, split = self.block[1], self.columns
         elements = {}
-        for dim, size in self.sharding.items():
-            if dim in getattr(matrix, axis):
-                length = size * min(length, k)
-                elements[dim] = length * k
+        for dim, size in split.items():
+            length = size * min(length, k)
+            elements[dim] = length * k
         return elements
 
-    def held(self, matrix: TSRMatrix) -> int:
-        """Return the elements of a refresh's sketches, (m, k) and (n, k), and its gather."""
-        gathers = (
-            *self.gathered(matrix, "rows").values(),
-            *self.gathered(matrix, "columns").values(),
-        )
-        return sum(self.block(matrix)) * matrix.plan.width + max(gathers, default=0)
-
-    def block(self, matrix: TSRMatrix) -> tuple[int, int]:
-        """Return the rows and columns of a matrix's largest block, each rounded up."""
-        rows, columns = prod(self.ranks(matrix.rows)), prod(self.ranks(matrix.columns))
-        return ceil(matrix.plan.rows / rows), ceil(matrix.plan.columns / columns)
-
-    def ranks(self, dims: Collection[str]) -> list[int]:
-        """Return the sizes of some mesh dimensions, in the order of the mesh."""
-        return [size for dim, size in self.sharding.items() if dim in dims]
-
-    def over_replicas(self, role: str, elements: int) -> list[Traffic]:
-        """Return the sum of so many elements over the replicas, if there are any."""
-        sends = self.replicas > 1 and elements > 0
-        return [_row("all_reduce", role, elements, "dp_replicate")] if sends else []
+    @property
+    def held(self) -> int:
+        """The elements of a refresh's sketches, (m, k) and (n, k), and its largest gather."""
+        gathers = *self.gathered("rows").values(), *self.gathered("columns").values()
+        return sum(self.block) * self.plan.width + max(gathers, default=0)
 
 
 def tsr_traffic(
     matrices: Sequence[TSRMatrix],
     refreshing: Collection[int],
     dense: Sequence[int],
-    mesh: TSRMesh,
+    replicas: tuple[str, ...],
     settings: TSRSettings,
 ) -> list[Traffic]:
     """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
     `matrices`, and the elements of a rank's part of all others, `dense`, are in the order of
-    backward: the last module first.
+    backward: the last module first. `replicas` is the mesh dimension of ranks with equal
+    parameters, if there is one.
     """
+    rows: list[Traffic] = []
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
+    cores = [m.core for m in plain]
+    for bucket in _buckets(plain, cores, ceil(sum(cores) / settings.overlap_buckets)):
+        rows += _sums("core", (((*m.contracted, *replicas), m.core) for m in bucket))
     # The optimizer stacks matrices that are alike, in the model's order.
     kinds = list(dict.fromkeys(m.kind for m in reversed(matrices)))
     fresh = [matrices[i] for i in sorted(refreshing, reverse=True)]
     fresh.sort(key=lambda m: kinds.index(m.kind))
-    # Cores, r×r or r×n, are summed over every dimension that a projection contracts.
-    sizes = [m.plan.rank * (m.plan.rank if m.plan.two_sided else mesh.block(m)[1]) for m in plain]
-    contracted = [m.rows + (m.columns if m.plan.two_sided else ()) for m in plain]
-    rows: list[Traffic] = []
-    for bucket in _buckets(sizes, ceil(sum(sizes) / settings.overlap_buckets)):
-        for dim in mesh.sharding:
-            if summed := [i for i in bucket if dim in contracted[i]]:
-                rows.append(_row("all_reduce", "core", sum(sizes[i] for i in summed), dim))
-        rows += mesh.over_replicas("core", sum(sizes[i] for i in bucket))
-    whole = [*dense, *filter(None, (mesh.refresh_elements(m)[0] for m in fresh))]
+    whole = [*dense, *(prod(m.block) for m in fresh if m.refreshes_densely)]
     most = min(BUCKET, ceil(sum(whole) / settings.overlap_buckets))
-    for bucket in _buckets(whole, most):
-        rows += mesh.over_replicas("gradient", sum(whole[i] for i in bucket))
+    for sizes in _buckets(whole, whole, most):
+        rows += _sums("gradient", [(replicas, sum(sizes))])
     for kind in kinds:
         alike = [m for m in fresh if m.kind == kind]
-        for bucket in _buckets([mesh.held(m) for m in alike], BUCKET):
-            rows += _refresh([alike[i] for i in bucket], mesh, settings.moments == "rotate")
+        for bucket in _buckets(alike, [m.held for m in alike], BUCKET):
+            rows += _refresh(bucket, replicas, settings.moments == "rotate")
     return merge(rows)
 
 
-def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, rotates: bool) -> list[Traffic]:
+def _refresh(fresh: Sequence[TSRMatrix], replicas: tuple[str, ...], rotates: bool) -> list[Traffic]:
     """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, signs, checksums.
 
     Signs come from the sketch and then, for each projected side, from the earlier bases.
@@ -144,48 +136,44 @@ def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, rotates: bool) -> list[T
         # Y and Z are summed over one axis and have the length of the other axis.
         side = 0 if axis == "columns" else 1
         other: Axis = "rows" if axis == "columns" else "columns"
-        sketches = [mesh.block(m)[side] * m.plan.width for m in fresh]
-        rows += _sum(fresh, axis, sketches, mesh)
-        pairs = zip(fresh, sketches, strict=True)
-        sent = sum(size for m, size in pairs if mesh.refresh_elements(m)[1])
-        rows += mesh.over_replicas("sketch", sent)
-        gathered: Counter[str] = Counter()
+        sketches, gathers = [], Counter[str]()
         for m in fresh:
-            gathered.update(mesh.gathered(m, other))
-        rows += [_row("all_gather", "sketch", n, dim) for dim, n in gathered.items()]
+            over = () if m.refreshes_densely else replicas
+            sketches.append(((*getattr(m, axis), *over), m.block[side] * m.plan.width))
+            gathers.update(m.gathered(other))
+        rows += _sums("sketch", sketches)
+        rows += [_row("all_gather", "sketch", n, dim) for dim, n in gathers.items()]
     both = [m for m in fresh if m.plan.two_sided]
-    sums: list[tuple[Sequence[TSRMatrix], Axis, int]] = [
-        *((fresh, "columns", 1), (fresh, "rows", 1), (both, "columns", 1)),
-        *(((fresh, "rows", 2), (both, "columns", 2)) if rotates else ()),
-    ]
-    for matrices, axis, power in sums:
-        rows += _sum(matrices, axis, [m.plan.rank**power for m in matrices], mesh)
-    return [*rows, *mesh.over_replicas("checksum", 2 * len(fresh))]
+    signs: list[tuple[Sequence[TSRMatrix], Axis, int]]
+    signs = [(fresh, "columns", 1), (fresh, "rows", 1), (both, "columns", 1)]
+    if rotates:
+        signs += [(fresh, "rows", 2), (both, "columns", 2)]
+    for matrices, axis, power in signs:
+        rows += _sums("sketch", ((getattr(m, axis), m.plan.rank**power) for m in matrices))
+    return [*rows, *_sums("checksum", [(replicas, 2 * len(fresh))])]
 
 
-def _sum(
-    matrices: Sequence[TSRMatrix], axis: Axis, elements: Sequence[int], mesh: TSRMesh
-) -> list[Traffic]:
-    rows = []
-    for dim in mesh.sharding:
-        pairs = zip(matrices, elements, strict=True)
-        if sizes := [n for m, n in pairs if dim in getattr(m, axis)]:
-            rows.append(_row("all_reduce", "sketch", sum(sizes), dim))
-    return rows
-
-
-def _buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return the indices of consecutive sizes of at most ``limit`` together, or of a larger one."""
-    result: list[list[int]] = []
-    filled = 0
-    for index, size in enumerate(sizes):
-        if not result or filled + size > limit:
-            result.append([])
-            filled = 0
-        result[-1].append(index)
-        filled += size
-    return result
+def _sums(role: str, parts: Iterable[tuple[Iterable[str], int]]) -> list[Traffic]:
+    """Return an all-reduce over each mesh dimension of the elements that go over it, together."""
+    elements: Counter[str] = Counter()
+    for dims, size in parts:
+        for dim in dims:
+            elements[dim] += size
+    return [_row("all_reduce", role, n, dim) for dim, n in elements.items() if n]
 
 
 def _row(op: str, role: str, elements: int, dim: str) -> Traffic:
-    return Traffic("step", "optimizer", op, role, 1, elements, dim)
+    return of_pass("optimizer", op, [elements], role, "step", dim)
+
+
+def _buckets(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:
+    """Return runs of items of at most ``limit`` elements together, or of a larger item."""
+    result: list[list[Item]] = []
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not result or filled + size > limit:
+            result.append([])
+            filled = 0
+        result[-1].append(item)
+        filled += size
+    return result

@@ -41,7 +41,7 @@ import numpy.typing as npt
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json, sample_of
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.errors import ConfigError, DataError, require
+from torchtitan_lr.errors import DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -56,14 +56,12 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}  # of token ids 
 
 FORMAT, RECORD, PARTS = "torchtitan_lr tokens 2", "corpus.json", ("train", "held_out")
 
-BEGUN = "preparing.json"
-"""The first file of a preparation; a finished folder has it no more."""
+BEGUN = "preparing.json"  # the first file of a preparation; a finished folder has it no more
 
 OPEN_SHARDS = 256  # stay open in a process, each with two files; another one opens within 1 ms
 CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
 
-DOCUMENTS = "documents"
-"""Name of the documents' indices in a batch's inputs, and of the model's argument."""
+DOCUMENTS = "documents"  # of a batch's inputs: the documents' indices; the model's argument
 
 Indices = npt.NDArray[np.int64]
 Batch: TypeAlias = "tuple[dict[str, Tensor], Tensor]"
@@ -177,8 +175,7 @@ def _sum_of(files: Sequence[IndexedDataset]) -> str:
 
 
 def _again(folder: Path) -> str:
-    command = f"`torchtitan-lr prepare ... --out {folder}`"
-    return f"delete {folder}, and {command} or `torchtitan-lr train` writes it again"
+    return f"delete {folder}, and `torchtitan-lr prepare ... --out {folder}` or train writes it"
 
 
 def _recorded(folder: Path, key: str) -> Corpus:
@@ -351,13 +348,11 @@ class Rows:
         if self.pairs:
             self._firsts, self._lasts = self._packed()
             self._count = len(self._firsts)
-        if not self._count:
-            part = f"the {'held-out' if held_out else 'training'} part of {corpus.folder}"
-            want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
-            if self.pairs:
-                want = f"more tokens: in {part} no answer has room behind its prompt"
-            key = "validation.seq_len" if held_out else "training.seq_len"
-            raise ConfigError(key, seq_len, want)
+        part = f"the {'held-out' if held_out else 'training'} part of {corpus.folder}"
+        want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
+        if self.pairs:
+            want = f"more tokens: in {part} no answer has room behind its prompt"
+        require(self._count, f"{'validation' if held_out else 'training'}.seq_len", seq_len, want)
 
     def __len__(self) -> int:
         return self._count
@@ -502,6 +497,12 @@ class ValidationSet:
             missing = rows[0] < 0
             inputs["input"][missing], labels[missing] = 0, IGNORE_INDEX
             yield inputs, labels
+
+    def ignored(self) -> Batch:
+        """Return a batch like the others, whose labels are all ignored, without a read."""
+        tokens = np.zeros((self._batch_size, self._parts[0].seq_len + 1), dtype=np.int64)
+        nowhere, apart = tokens > 0, any(part.apart for part in self._parts)
+        return labelled(tokens, nowhere, nowhere if apart else None)
 
 
 def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

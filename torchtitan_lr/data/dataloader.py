@@ -130,9 +130,8 @@ class TokenDataLoader(BaseDataLoader):
             if self._batches is None:  # at the start, and after `seek`
                 self._batches = self._batches_from(self.position)
                 self._next_batch = self._thread.submit(next, self._batches)
-            while wait([self._next_batch], timeout=1).not_done:
-                if self.stopping():
-                    raise RuntimeError("the next batch was not read yet when the run was stopped")
+            if not ended(self._next_batch, self.stopping):
+                raise RuntimeError("the next batch was not read yet when the run was stopped")
             batch = self._next_batch.result()
             self._next_batch = self._thread.submit(next, self._batches)
             yield batch
@@ -176,6 +175,14 @@ class TokenDataLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a stored position."""
         self.seek(int(state_dict["rows"]))
+
+
+def ended(read: Future[Batch], stopping: Callable[[], bool]) -> bool:
+    """Wait for a read; return whether it has ended before the run was stopped."""
+    while wait([read], timeout=1).not_done:
+        if stopping():
+            return False
+    return True
 
 
 def shuffled(rows: Indices, size: int, *key: int) -> Indices:

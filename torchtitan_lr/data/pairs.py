@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -48,7 +47,6 @@ _UNDATED = "{% set strftime_now = no_such_function %}\n"
 
 MOST_SECONDS = 10.0  # to render one chat: a template can have a loop without end
 MOST_CHARACTERS = 1 << 26  # of one rendered chat
-_TOO_LONG = f"it makes more than {MOST_CHARACTERS} characters"
 
 Message = dict[str, Any]
 Rendered = tuple[str, list[tuple[int, int]]]
@@ -194,7 +192,7 @@ class ChatTemplate:
                 [messages], None, None, source, add_generation_prompt=opened, **options
             )
         if len(texts[0]) > MOST_CHARACTERS:
-            raise ValueError(_TOO_LONG)
+            raise ValueError(f"it makes more than {MOST_CHARACTERS} characters")
         return texts[0], answers[0] if answers else []
 
     def _by_prefixes(self, messages: list[Message], whole: str) -> Iterator[tuple[int, int]]:
@@ -221,34 +219,25 @@ def _of_config(given: Any) -> str:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raise after `MOST_SECONDS` of work, or for memory that `MOST_CHARACTERS` do not need.
+    """Raise after `MOST_SECONDS` of work.
 
-    Only the main thread has a limit of time: other threads receive no signal. The timer counts the
+    Only the main thread has this limit: other threads receive no signal. The timer counts the
     process's own time, so `signal.alarm` stays free for others.
     """
 
     def stop(*_: Any) -> NoReturn:
         raise TimeoutError(f"it takes more than {MOST_SECONDS:g} seconds")
 
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    timed = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGVTALRM, stop) if timed else None
-    try:
-        if timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
-        if limits[0] == resource.RLIM_INFINITY:
-            # 4 bytes per character, of the text and of its pieces, twice.
-            most = used + 16 * MOST_CHARACTERS
-            resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
+    if threading.current_thread() is not threading.main_thread():
         yield
-    except MemoryError as error:
-        raise ValueError(_TOO_LONG) from error
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+        yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
-        if timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class PairEncoder:

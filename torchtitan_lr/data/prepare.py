@@ -249,11 +249,9 @@ def _prepared(config: Any, readers: Sequence[Reader]) -> str:
         for bad in corpus.record["bad_records"][:20]:
             say(f"warning: left out {bad}")
         say(f"prepared {corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out")
-        size = 0
-        for file in folder.parent.rglob("*"):
-            with suppress(OSError):  # another user's, or gone since
-                size += file.stat().st_size
-        say(f"prepared tokens take {size / 1e9:,.2f} GB in {folder.parent}; no run deletes them")
+        with suppress(OSError):  # of a file that is gone since
+            size = sum(file.stat().st_size for file in folder.parent.rglob("*")) / 1e9
+            say(f"prepared tokens take {size:,.2f} GB in {folder.parent}; no run deletes them")
     return str(folder)
 
 

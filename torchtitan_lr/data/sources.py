@@ -314,20 +314,17 @@ class Reader:
 
     def _rows(self, path: Path) -> Iterator[Piece]:
         # Imported late: text files do not need pyarrow.
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        column = self.source.column
         with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            kind = schema.field(column).type if column in schema.names else None
-            kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
-            if kind not in (pa.string(), pa.large_string(), pa.string_view()):
-                raise DataError(self.source.key, str(path), f"strings in column '{column}'")
-            texts = chain.from_iterable(
-                batch[0].to_pylist() for batch in file.iter_batches(ROWS, columns=[column])
-            )
+            self._require_column(file.schema_arrow.names)
+            batches = file.iter_batches(ROWS, columns=[self.source.column])
+            texts = chain.from_iterable(batch[0].to_pylist() for batch in batches)
             yield from _grouped(path, (text or "" for text in texts))
+
+    def _require_column(self, known: list[str]) -> None:
+        column, want = self.source.column, f"one of the columns of {self.source}: "
+        require(column in known, "training.text_column", column, want + ", ".join(known))
 
     def _modules(self, path: Path) -> Iterator[Piece]:
         """Read the library's files: those to train on, then those held out, by their hashes.
@@ -364,9 +361,7 @@ class Reader:
             options = {"split": source.split, "streaming": source.streaming}
             options["revision"] = self.commit or revision or None
             rows = datasets.load_dataset(name, source.config, **options)
-        known = rows.column_names or [source.column]
-        want = f"one of the columns of {given!r}: {', '.join(known)}"
-        require(source.column in known, "training.text_column", source.column, want)
+        self._require_column(rows.column_names or [source.column])
         texts = (row.get(source.column) or "" for row in rows)
         yield from _grouped(path, texts)
 
@@ -419,14 +414,13 @@ def _refuse_links(files: list[Path], folder: Path, key: str) -> None:
 
 
 def library_files(root: Path) -> list[Path]:
-    """Return the .py files of a library but empty ones; some builds of Python omit them."""
+    """Return the .py files of a library but empty ones."""
     found = []
-    for file in root.rglob("*.py"):
-        left_out = EXCLUDED & set(file.relative_to(root).parts[:-1])
-        if not left_out and file.is_file() and file.stat().st_size:  # no broken link
-            found.append(file)
-    want = f"an interpreter with library sources (none under {root}), or 'cpython'"
-    require(found, "training.dataset", STDLIB, want)
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in EXCLUDED]
+        files = (Path(folder, name) for name in names if name.endswith(".py"))
+        # No broken link.
+        found += [file for file in files if file.is_file() and file.stat().st_size]
     return found
 
 
@@ -451,9 +445,10 @@ def _cut_in_line(text: bytes) -> int:
     cut = text.rfind(b" ")
     if cut > 0:
         return cut
-    first = max(1, len(text) - 3)
-    starts = (place for place in range(len(text) - 1, first - 1, -1) if text[place] & 0xC0 != 0x80)
-    return next(starts, len(text))
+    for place in range(len(text) - 1, max(0, len(text) - 4), -1):
+        if text[place] & 0xC0 != 0x80:  # the first byte of a character
+            return place
+    return len(text)
 
 
 def _split(line: bytes) -> list[bytes]:

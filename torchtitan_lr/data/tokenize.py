@@ -171,11 +171,11 @@ class _Preparation:
                     units.append(unit)
                     bad += unit["bad"]
                     if len(bad) > most:
-                        (place, want), key = bad[0], reader.source.key
+                        place, want = bad[0]
                         want += f" (the first of {len(bad)} bad records so far; --max_bad_records"
                         want += f" or training.max_bad_records = {len(bad)} leaves them out)"
-                        raise DataError(key, place, want)
-        self._finish(units, limits)
+                        raise DataError(reader.source.key, place, want)
+        self._finish(units, [": expected ".join(record) for record in bad], limits)
 
     def _begin(self) -> None:
         """Find what is there. A dataset of the Hub stays at the commit of the beginning."""
@@ -267,21 +267,26 @@ class _Preparation:
 
     def _write(self, number: int, encoded: Sequence[Encoded]) -> Unit:
         """Write a unit's shards, and then its record."""
-        unit: Unit = {"bad": [list(record) for _, bad in encoded for record in bad]}
+        unit: Unit = {"bad": []}
+        for _, bad in encoded:
+            unit["bad"] += map(list, bad)
         for index, part in enumerate(PARTS):
-            arrays = zip(*(parts[index] for parts, _ in encoded), strict=True)
-            lengths, *files = map(np.concatenate, arrays)
-            named, unit[part] = dict(zip(("", ".loss"), files, strict=False)), None
+            pieces = [parts[index] for parts, _ in encoded]
+            lengths, *files = [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
+            unit[part] = None
             if len(lengths):
-                shard = corpus.write_shard(self._folder, f"{part}-{number:05d}", lengths, named)
-                unit[part] = asdict(shard)
+                by_suffix = dict(zip(("", ".loss"), files, strict=False))
+                name = f"{part}-{number:05d}"
+                unit[part] = asdict(corpus.write_shard(self._folder, name, lengths, by_suffix))
         corpus.write_over(self._path(number), json.dumps(unit).encode())
         return unit
 
-    def _finish(self, units: Sequence[Unit], limits: Sequence[int]) -> None:
+    def _finish(self, units: Sequence[Unit], bad: list[str], limits: Sequence[int]) -> None:
         """Write the record of the folder in the place of those of its units."""
         own, first = self._tokenizer, self._readers[0].source
-        parts = [[ShardInfo(**unit[part]) for unit in units if unit[part]] for part in PARTS]
+        parts = list[list[ShardInfo]]()
+        for part in PARTS:
+            parts.append([ShardInfo(**unit[part]) for unit in units if unit[part]])
         require(any(parts), first.key, str(first), "a corpus with text in it")
         sources = list[dict[str, Any]]()
         for reader in self._readers:
@@ -294,7 +299,7 @@ class _Preparation:
             "sources": sources,
             "held_out_share": [float(limit) / 2**64 for limit in limits],
             "signature": self._signature,
-            "bad_records": [": expected ".join(bad) for unit in units for bad in unit["bad"]],
+            "bad_records": bad,
         }
         corpus.save_record(self._folder, about, parts)
         for number in range(len(units)):

@@ -50,8 +50,7 @@ def resolve_assets_path(path: str) -> Path:
 def build_tokenizer(job_config: Any) -> Tokenizer:
     """Build the tokenizer of the assets folder; a process reads it once.
 
-    Raises:
-        ConfigError: The folder does not exist, or it has no readable tokenizer with some tokens.
+    A ConfigError says that there is no such folder, or no readable tokenizer with some tokens.
     """
     path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
@@ -75,9 +74,7 @@ class Tokenizer:
     Which tokens are special, and which are BOS and EOS, is what transformers reads from
     ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``. Truncation and
     padding of the file are for batches of other models, and are off: a document keeps its length.
-
-    Raises:
-        Exception: A file is unreadable, or has no tokens; the library raises no narrower type.
+    The library raises a bare Exception for what it cannot read.
     """
 
     def __init__(self, folder: str) -> None:
@@ -133,13 +130,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, every space of it."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def get_vocab(self) -> dict[str, int]:
         """Return the ids by token, the added ones included."""
-        found: dict[str, int] = self.tokenizer.get_vocab()
-        return found
+        return dict(self.tokenizer.get_vocab())
 
     def get_vocab_size(self) -> int:
         """Return the number of tokens, the added ones included."""

@@ -102,33 +102,30 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def _tables(key: str, tables: Any, kind: Any) -> dict[str, Any]:
-    named = isinstance(tables, dict) and tables
-    require(named, key, tables, f"at least one table [{key}.NAME]")
-    found = {}
-    for name, table in tables.items():
-        if not isinstance(table, dict) or "/" in name:
-            raise ConfigError(f"{key}.{name}", table, "a table, with a name without /")
-        found[name] = kind(**check_toml(table, kind, prefix=f"{key}.{name}."))
-    return found
+    given = isinstance(tables, dict) and tables
+    if not given or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(key, tables, f"at least one table [{key}.NAME]")
+    return {
+        name: kind(**check_toml(table, kind, prefix=f"{key}.{name}."))
+        for name, table in tables.items()
+    }
 
 
 def _check(given: Experiment) -> None:
     """Refuse what no run's own check would refuse."""
-    require(given.name and "/" not in given.name, "name", given.name, "a name without /")
-    known = given.reference in given.families
-    require(known, "reference", given.reference, "one of the families")
+    require(given.name, "name", given.name, "a name")
+    reference = given.reference
+    require(reference in given.families, "reference", reference, "one of the families")
     require({*given.search} <= {*given.sizes}, "search", given.search, "some of the sizes")
     for name, size in given.sizes.items():
-        where = f"sizes.{name}."
-        require(size.seeds, f"{where}seeds", size.seeds, "at least one")
-        budgets, want = size.budgets, "positive numbers of tokens per parameter"
-        fits = bool(budgets) and all(0 < budget < math.inf for budget in budgets)
-        require(fits, f"{where}budgets", budgets, want)
+        fits = all(0 < budget < math.inf for budget in size.budgets)
+        want = "positive numbers of tokens per parameter"
+        require(fits, f"sizes.{name}.budgets", size.budgets, want)
         alone = not size.flavor or not (size.dim or size.n_layers)
-        require(alone, f"{where}flavor", size.flavor, "a flavor or the sides of a model, not both")
+        want = "a flavor or the sides of a model, not both"
+        require(alone, f"sizes.{name}.flavor", size.flavor, want)
     for name, family in given.families.items():
-        ranks = family.ranks
-        require(ranks is None or ranks > 0, f"families.{name}.ranks", ranks, "at least 1")
+        require(family.ranks > 0, f"families.{name}.ranks", family.ranks, "at least 1")
         grid = family.learning_rates
         fits = grid == sorted({*grid}) and len(grid) not in (0, 2)
         want = "one value, or at least three in ascending order"

@@ -45,7 +45,7 @@ class Arm:
 class Searched:
     """What the known losses say of the searches."""
 
-    points: list[Point] = field(default_factory=list)  # of the searches, with or without a result
+    points: list[Point] = field(default_factory=list)  # of the searches; some several times
     # The chosen learning rates; None while it is unknown, or if a search is given up
     rates: dict[Pair, float | None] = field(default_factory=dict)
     edges: list[str] = field(default_factory=list)  # the searches that are given up
@@ -169,29 +169,31 @@ class Plan:
         and the two rates beside. Each goes on, also beyond the ends of the grid, until its own best
         rate has both neighbours.
         """
-        grid = self.experiment.families[family].learning_rates
-        tried, rate = {*range(len(grid))}, None
+        grid, rate = self.experiment.families[family].learning_rates, None
+        tried = {*range(len(grid))}
         for size in self.experiment.search:
-            shape, places, best = self.experiment.sizes[size], set[int](), 0
-            known: dict[int, float] = {}
-            while not tried <= places:
-                for place in sorted(tried - places):
+            shape = self.experiment.sizes[size]
+            beside: set[int] = set()
+            while not beside or not beside <= tried:
+                tried |= beside
+                known = {}
+                for place in sorted(tried):
                     at = rate_at(grid, place)
                     point = self.point(family, size, shape.budgets[0], shape.seeds[0], at)
                     found.points.append(point)
                     if point.name in losses:
                         known[place] = losses[point.name]
-                places |= tried
-                if places != known.keys():
+                if len(known) < len(tried):
                     return  # until these runs have ended
-                best = min(sorted(known), key=lambda place: known[place])
+                best = min(known, key=lambda place: known[place])
                 rate = rate_at(grid, best)
                 if best in (-WIDENED, len(grid) - 1 + WIDENED):
                     text = f"{family} {size}: the best learning rate is {rate:g} or beyond it: "
                     found.edges.append(text + f"give families.{family}.learning_rates around it")
                     return
-                tried = {best - 1, best, best + 1}
+                beside = {best - 1, best, best + 1}
             found.rates[family, size] = rate
+            tried = beside
         for size in self.experiment.sizes:
             if size not in self.experiment.search:
                 found.rates[family, size] = rate

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.build import build_job_config
@@ -22,14 +22,7 @@ from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, escaped, require
 from torchtitan_lr.experiments.start import place_run
 from torchtitan_lr.launch.processes import say
-from torchtitan_lr.launch.run_state import (
-    DIVERGED,
-    EXIT_STATUS,
-    FAILED,
-    FINISHED,
-    REFUSED,
-    STOPPED,
-)
+from torchtitan_lr.launch.run_state import DIVERGED, EXIT_STATUS, FAILED, FINISHED, STOPPED
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.training.history import SUMMARY_FILE
 
@@ -62,8 +55,8 @@ class Point:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has finished or diverged, or cannot run."""
-        return self.row["status"] in (FINISHED, DIVERGED, REFUSED)
+        """Whether the run has finished or diverged."""
+        return self.row["status"] in (FINISHED, DIVERGED)
 
     def save(self, work: Path, status: str, why: str = "") -> None:
         """Set the status, and write what is known of the point into its folder."""
@@ -82,9 +75,9 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
         key, equals, text = item.partition("=")
         values = [_one_spelling(value) for value in text.split(",")]
         fits = equals and "." in key and all(values)
-        require(fits, "--set", item, "section.key=value,value")
-        fits = key not in grid and len({*values}) == len(values)
-        require(fits, "--set", item, "each key once, and each value once")
+        once = key not in grid and len({*values}) == len(values)
+        want = "section.key=value,value, each key once, and each value once"
+        require(fits and once, "--set", item, want)
         grid[key] = values
     return grid
 
@@ -145,7 +138,7 @@ def read_results(work: Path, points: Iterable[Point]) -> None:
         path = work / point.name / POINT_FILE
         if not path.is_file():
             continue
-        known, here = _read(path), settings_of(point)
+        known, here = read_json(path), settings_of(point)
         for key, old in known["settings"].items():
             new = here.get(key, old)
             differs = f"{key} is {old!r} there and {new!r} here"
@@ -158,26 +151,13 @@ def losses_of(work: Path) -> dict[str, float]:
     """Return the validation losses of the points with a result; infinite where one diverged."""
     losses = {}
     for path in work.glob(f"*/{POINT_FILE}"):
-        row = _read(path)["row"]
+        row = read_json(path)["row"]
         if row["status"] in (FINISHED, DIVERGED):
-            loss = row.get("val_loss")
-            diverged = loss is None or row["status"] == DIVERGED
-            losses[path.parent.name] = math.inf if diverged else float(loss)
+            losses[path.parent.name] = row.get("val_loss") or math.inf
     return losses
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        known = read_json(path)
-        _ = known["settings"].items(), known["row"]["status"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        want = "a file of a sweep; without it the point runs again"
-        raise ConfigError("--out", str(path), want) from error
-    return known
-
-
-@dataclass(frozen=True)
-class _Started:
+class _Started(NamedTuple):
     """The run of a point, in a process."""
 
     point: Point
@@ -193,7 +173,7 @@ class Sweep:
         self._gpus: dict[str, int] = {}  # how many each point needs, if points share the machine
         read_results(work, points)
 
-    def check(self, skip_refused: bool = False) -> None:
+    def check(self) -> None:
         """Check the configuration of every point that is not done, before the first run."""
         for point in self.points:
             if point.is_done:
@@ -203,11 +183,8 @@ class Sweep:
             try:
                 placed = place_run(arguments, point.ranks)
             except ConfigError as error:
-                if not skip_refused:
-                    key = f"{point.name}: {error.key}"
-                    raise ConfigError(key, error.got, error.want) from error
-                point.row = {"status": REFUSED, "why": str(error)}
-                continue
+                key = f"{point.name}: {error.key}"
+                raise ConfigError(key, error.got, error.want) from error
             args = llama_args(placed.config)  # None for another package's model
             point.row["parameters"] = args and sum(map(math.prod, model_shapes(args).values()))
             if self.jobs > 1 and placed.device == "cuda":
@@ -263,12 +240,13 @@ class Sweep:
         if self.jobs > 1:
             environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
         with (folder / _ERRORS_FILE).open("wb") as stderr:
+            # In a session of its own: only this process receives Ctrl-C, and passes it on once.
             process = subprocess.Popen(
                 command,
                 env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                start_new_session=True,  # only this process receives Ctrl-C, and passes it on once
+                start_new_session=True,
             )
         return _Started(point, gpus, process)
 

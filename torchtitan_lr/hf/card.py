@@ -1,18 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The README.md of an export, and the note of an import on where its weights come from."""
+"""The README.md of an export."""
 
 import html
 import re
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from torchtitan_lr.config.files import read_json, read_regular
 from torchtitan_lr.errors import escaped
-from torchtitan_lr.hf.export import write_json
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX
 from torchtitan_lr.titan.base import drop_marker
@@ -20,13 +17,6 @@ from torchtitan_lr.training import history
 from torchtitan_lr.training.loading import read_record
 
 CARD = "README.md"
-
-ORIGIN = "origin.json"
-"""Beside an import's checkpoint: the weights' name on the Hub, and their licence as a model card
-names it; texts are empty where they are unknown."""
-
-Kind = Literal["llama", "coded", "factored"]
-"""A LLaMA of transformers', a model with its code, or weights with this package's names."""
 
 _FAMILIES = {
     "full": "full-rank LLaMA",
@@ -43,68 +33,32 @@ A {kind}, {origin}.
 | --- | --- |
 {table}
 
-{loading}
-"""
-
-_TRANSFORMERS = """```python
+```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("."{more})
+model = AutoModelForCausalLM.from_pretrained("."{code})
 tokenizer = AutoTokenizer.from_pretrained(".")
-```"""
-
-_LOADING: dict[Kind, str] = {
-    "llama": _TRANSFORMERS.format(more=""),
-    "coded": _TRANSFORMERS.format(more=", trust_remote_code=True"),
-    "factored": "`torchtitan-lr evaluate` and `torchtitan-lr import` read this folder.",
-}
-
-
-def write_origin(folder: Path, repository: str, out: Path) -> None:
-    """Note where an import comes from, with the licence of the folder's model card."""
-    licence = None
-    with suppress(Exception):  # no card, or one that is no YAML
-        card = ModelCard(read_regular(folder / CARD).decode())
-        licence = card.data.to_dict().get("license")
-    licence = licence if isinstance(licence, str) else ""
-    write_json(out / ORIGIN, {"repository": repository, "license": licence})
-
-
-def _origin_of(step_dir: Path) -> dict[str, str] | None:
-    """Return the origin of the weights that a checkpoint's run started from, or None for random."""
-    # An imported checkpoint, of step 0, is its own origin.
-    start: Any = str(step_dir)
-    if not (step_dir.parent.parent / ORIGIN).is_file():
-        section = read_record(step_dir).get("checkpoint")
-        start = section.get("initial_load_path") if isinstance(section, dict) else None
-    if not start or not isinstance(start, str):
-        return None
-    with suppress(OSError, ValueError, KeyError):
-        found = read_json(Path(start).parent.parent / ORIGIN)
-        return {key: str(found[key]) for key in ("repository", "license")}
-    return {"repository": "", "license": ""}  # a step of another run; no place is told
+```
+"""
 
 
 def write_card(
-    args: LlamaArgs, config: Any, step_dir: Path, out_dir: Path, kind: Kind, licence: str = ""
+    args: LlamaArgs, config: Any, step_dir: Path, out_dir: Path, coded: bool, licence: str
 ) -> None:
-    """Write the model card of an export of a step; ``licence`` goes before its origin's."""
+    """Write the model card of an export of a step; ``coded`` says whether it brings its code."""
     step_dir = step_dir.resolve()
     step, flavor = step_dir.name.removeprefix("step-"), config.model.flavor
-    name, origin = args.model_family.model_name, _origin_of(step_dir)
-    other = "other weights"
-    if origin is None:
-        happened, origin = "pre-trained with torchtitan_lr", {"repository": "", "license": ""}
-    elif step == "0":
-        happened = f"the weights of {origin['repository'] or other}, not trained with torchtitan_lr"
-    else:
-        happened = f"fine-tuned from {origin['repository'] or other} with torchtitan_lr"
+    name, section = args.model_family.model_name, read_record(step_dir).get("checkpoint")
+    origin = "pre-trained with torchtitan_lr"
+    if step == "0":
+        origin = "imported, and not trained with torchtitan_lr"
+    elif isinstance(section, dict) and section.get("initial_load_path"):
+        origin = "fine-tuned from other weights with torchtitan_lr"  # no place is told
     data = ModelCardData(
-        library_name="torchtitan_lr" if kind == "factored" else "transformers",
+        library_name="transformers",
         pipeline_tag="text-generation",
         tags=["torchtitan_lr", name],
-        license=licence or origin["license"] or None,
-        base_model=origin["repository"] or None,
+        license=licence or None,
     )
     rows = {name: value for name, value in drop_marker(asdict(args)).items() if value is not None}
     if step != "0":
@@ -112,10 +66,10 @@ def write_card(
     text = _TEXT.format(
         name=name if flavor.endswith(SUFFIX) else f"{name} {_plain(flavor)}",
         step=_plain(step),
-        kind=_FAMILIES.get(args.family, f"model of the family {args.family}"),
-        origin=_plain(happened),
+        kind=_FAMILIES[args.family],
+        origin=origin,
         table="\n".join(f"| {key} | {_plain(value)} |" for key, value in rows.items()),
-        loading=_LOADING[kind],
+        code=", trust_remote_code=True" if coded else "",
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
 
@@ -139,9 +93,8 @@ def _run_rows(config: Any, step_dir: Path, step: str) -> dict[str, Any]:
             break
         if history.TOKENS_SEEN in record:
             rows["tokens"] = f"{record[history.TOKENS_SEEN]:,}"
-        losses = {"training": history.train_loss(record)}
-        losses["validation"] = record.get(history.VALIDATION_LOSS)
-        for what, loss in losses.items():
+        validated = record.get(history.VALIDATION_LOSS)
+        for what, loss in (("training", history.train_loss(record)), ("validation", validated)):
             if loss is not None:
                 text = f"{loss:.4f} nats per token, perplexity {history.perplexity(loss):.2f}"
                 rows[f"{what} loss"] = f"{text}, at step {record['step']}"

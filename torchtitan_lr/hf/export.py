@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Export weights as safetensors: with our names, as Hugging Face's LLaMA, or with model code."""
+"""Export weights for transformers: as Hugging Face's LLaMA, or with the code of the model."""
 
 import json
 import shutil
@@ -12,24 +12,39 @@ from safetensors import SafetensorError
 
 from torchtitan_lr import hf
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.llama_config import CODED, HF_CODE, build_hf_config
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.training.loading import Weights
 
 HF_CONFIG = "config.json"
+HF_CODE = "modeling_torchtitan_lr"  # the module of code in an export of what is no LLaMA
+CODED = "torchtitan_lr"  # the table that ``config.json`` then has
+# Its ``hidden_act``: LLaMA's own class fails with it, where it would draw the linears anew.
+CODED_ACT = "torchtitan_lr: load with trust_remote_code=True"
+# What the table says, by the names of `LlamaArgs`.
+CODED_KEYS = (
+    *("family", "activation", "rank_attention", "rank_ffn"),
+    *("lax_gate", "lanes", "sync_fraction"),
+)
 
-_CODED_FAMILIES = ("full", "svd", "cola", "lax")
-"""Families for which the exported model code has linears."""
+NUMBERS = {  # keys with the names of `LlamaArgs`, whose defaults of the last ones are LLaMA's
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_seq_len",
+}
+SCALING = {
+    "factor": "scaling_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
 
-
-def export_factored(
-    args: LlamaArgs, weights: Weights, out_dir: Path, dtype: torch.dtype | None = None
-) -> int:
-    """Write weights with our names, and ``model_args.json``; return the number of parameters."""
-    write_model_args(args, out_dir / MODEL_ARGS)
-    return _write(weights, out_dir, dtype or _dtype(weights))
+_CODED_FAMILIES = ("full", "svd", "cola", "lax")  # for which the exported code has linears
 
 
 def export_hf(
@@ -48,7 +63,14 @@ def export_hf(
     write_json(out_dir / HF_CONFIG, config)
     if CODED in config:
         shutil.copyfile(Path(hf.__path__[0]) / f"{HF_CODE}.py", out_dir / f"{HF_CODE}.py")
-    return _write(converted, out_dir, dtype)
+    rounded = {name: tensor.to(dtype) for name, tensor in converted.items()}
+    try:
+        save_torch_state_dict(rounded, out_dir, max_shard_size="5GB")
+    except SafetensorError as error:  # an error of the system, such as a full disk
+        raise OSError(str(error)) from error
+    for file in out_dir.glob("*.safetensors"):  # safetensors lets only the owner read it
+        file.chmod((out_dir / HF_CONFIG).stat().st_mode)
+    return sum(tensor.numel() for tensor in rounded.values())
 
 
 def for_transformers(
@@ -65,7 +87,7 @@ def for_transformers(
         wide = torch.promote_types(_dtype(weights), torch.float32)
         weights = {name: tensor.to(wide) for name, tensor in weights.items()}
     adapter = LlamaStateDictAdapter(args, None, coded=coded)
-    return build_hf_config(args, dtype, coded), adapter.to_hf(weights)
+    return _build_config(args, dtype, coded), adapter.to_hf(weights)
 
 
 def is_hf_llama(args: LlamaArgs, keep_factors: bool = False) -> bool:
@@ -81,7 +103,7 @@ def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
         raise ConfigError("--keep_factors", name, "a low-rank family: llama_full has no factors")
     if not is_hf_llama(args) and args.family not in _CODED_FAMILIES:
         names = ", ".join(f"llama_{family}" for family in _CODED_FAMILIES)
-        want = f"one of {names} for transformers; export --format factored writes every family"
+        want = f"one of {names}, whose code an export can bring"
         raise ConfigError("model.name", args.model_family.model_name, want)
 
 
@@ -94,13 +116,30 @@ def _dtype(weights: Weights) -> torch.dtype:
     return next(iter(weights.values())).dtype
 
 
-def _write(weights: Weights, out_dir: Path, dtype: torch.dtype) -> int:
-    """Write one file, or numbered files of at most 5 GB and their index."""
-    rounded = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    try:
-        save_torch_state_dict(rounded, out_dir, max_shard_size="5GB")
-    except SafetensorError as error:  # an error of the system, such as a full disk
-        raise OSError(str(error)) from error
-    for file in out_dir.glob("*.safetensors"):  # safetensors lets only the owner read it
-        file.chmod(next(out_dir.glob("*.json")).stat().st_mode)
-    return sum(tensor.numel() for tensor in rounded.values())
+def _build_config(args: LlamaArgs, dtype: torch.dtype, coded: bool = False) -> dict[str, Any]:
+    """Return ``config.json``; the rotary settings are of version 4, which later versions read."""
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    config |= {theirs: getattr(args, ours) for theirs, ours in NUMBERS.items()}
+    config |= {
+        "num_key_value_heads": args.kv_heads,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        # The tokenizer defines these ids; LLaMA's defaults would be other tokens.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if args.rope_scaling is not None:
+        numbers = {theirs: getattr(args.rope_scaling, ours) for theirs, ours in SCALING.items()}
+        config["rope_scaling"] = {"rope_type": "llama3"} | numbers
+    if coded:
+        name = "TorchtitanLRForCausalLM"
+        config["architectures"] = [name]
+        config["auto_map"] = {"AutoModelForCausalLM": f"{HF_CODE}.{name}"}
+        config["hidden_act"] = CODED_ACT
+        config[CODED] = {key: getattr(args, key) for key in CODED_KEYS}
+    return config

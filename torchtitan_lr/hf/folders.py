@@ -14,38 +14,68 @@ from safetensors.torch import load_file
 from torchtitan_lr.checkpoints.folders import HF_INDEX
 from torchtitan_lr.config.files import file_within, open_regular, read_json
 from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.hf.export import HF_CONFIG
-from torchtitan_lr.hf.llama_config import read_llama_args
+from torchtitan_lr.hf.export import CODED, CODED_ACT, CODED_KEYS, HF_CONFIG, NUMBERS, SCALING
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
-from torchtitan_lr.models.flavors import MODEL_ARGS, read_model_args
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 from torchtitan_lr.training import loading
 from torchtitan_lr.training.loading import Weights
 
 WEIGHTS = "model.safetensors"
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Tables that old versions of transformers saved.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Tables that old versions of transformers saved."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def is_export(folder: Path) -> bool:
-    """Return whether a folder holds an export rather than a checkpoint."""
-    return any((folder / name).is_file() for name in (MODEL_ARGS, HF_CONFIG))
-
-
 def read_args(folder: Path, key: str = "DIR") -> tuple[LlamaArgs, bool]:
-    """Read what a folder says about its model, and whether embedding and head are tied in it.
+    """Read the ``config.json`` of a LLaMA, of transformers 4 or 5, or of an export with code.
 
-    A ConfigError says that it has no such model, or one that this package cannot compute.
+    Returns the model's arguments, and whether embedding and head are tied over there. What shows in
+    the weights, such as biases, is not read. A ConfigError says that there is no such file, or
+    names a setting that this package does not have.
     """
-    want = f"a folder with {HF_CONFIG} (a Hugging Face LLaMA) or {MODEL_ARGS} (an export)"
-    require(is_export(folder), key, str(folder), want)
-    if (folder / MODEL_ARGS).is_file():  # the weights have this package's names
-        return read_model_args(folder / MODEL_ARGS), False
-    return read_llama_args(folder / HF_CONFIG)
+    path = folder / HF_CONFIG
+    want = f"a folder with the {HF_CONFIG} of a Hugging Face LLaMA or of an export"
+    require(path.is_file(), key, str(folder), want)
+    try:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, str(path), f"the configuration of a LLaMA ({error})") from error
+    kind, act, table = (values.get(key) for key in ("model_type", "hidden_act", CODED))
+    require(kind == "llama", "model_type", kind, f"'llama' in {path}")
+    fits = act in ("silu", "swish") if table is None else act == CODED_ACT
+    require(fits, "hidden_act", act, f"'silu', SwiGLU's, in {path}")
+    fits = table is None or (isinstance(table, dict) and set(table) == set(CODED_KEYS))
+    require(fits, CODED, table, f"a table of {', '.join(CODED_KEYS)}, in {path}")
+    # One table in version 5, two keys in version 4.
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    require(isinstance(rope, dict), "rope_scaling", rope, f"a table in {path}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    want = f"'default' or 'llama3' as rope_type in {path}"
+    require(kind in ("default", "llama3"), "rope_scaling", kind, want)
+    # What the weights do not show.
+    require(not values.get("rope_interleaved"), "rope_interleaved", True, f"false in {path}")
+    for part in (values, rope):
+        share = part.get("partial_rotary_factor") or 1
+        require(share == 1, "partial_rotary_factor", share, f"1: whole heads, in {path}")
+    given: dict[str, Any] = {ours: values.get(theirs) for theirs, ours in NUMBERS.items()}
+    given["rope_theta"] = rope.get("rope_theta", values.get("rope_theta"))
+    for name in ("norm_eps", "max_seq_len", "rope_theta"):
+        if given[name] is None:
+            del given[name]
+    if kind == "llama3":
+        numbers = {ours: rope.get(theirs) for theirs, ours in SCALING.items()}
+        given["rope_scaling"] = RoPEScalingArgs(**numbers)
+    dense = {"family": "full", "rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
+    given |= dense if table is None else table
+    try:
+        args = LlamaArgs(**given)
+    except ConfigError as error:
+        raise ConfigError(error.key, error.got, f"{error.want}, in {path}") from error
+    return args, bool(values.get("tie_word_embeddings"))
 
 
 def read_weights(folder: Path, args: LlamaArgs, tied: bool, key: str = "DIR") -> Weights:
@@ -56,13 +86,9 @@ def read_weights(folder: Path, args: LlamaArgs, tied: bool, key: str = "DIR") ->
     """
     stored = _stored(folder, key)
     loading.check_depth(args, len(stored), key, folder)
-    expected: dict[str, Any] = {
-        name: torch.empty(shape, device="meta") for name, shape in model_shapes(args).items()
-    }
-    adapter = LlamaStateDictAdapter(args, None, coded=True)
-    llama = not (folder / MODEL_ARGS).is_file()
-    if llama:
-        expected = adapter.to_hf(expected)
+    shapes, adapter = model_shapes(args), LlamaStateDictAdapter(args, None, coded=True)
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    expected = adapter.to_hf(empty)
     if tied and _EMBEDDING in stored:
         head = stored.setdefault(_HEAD, stored[_EMBEDDING])
         want = f"false: {folder} has an {_HEAD} that differs from the embedding"
@@ -78,10 +104,8 @@ def read_weights(folder: Path, args: LlamaArgs, tied: bool, key: str = "DIR") ->
     want = f"the weights of a {args.model_family.model_name}, without {''.join(left[:1])}"
     require(not left, key, str(folder), want)
     dtype = reduce(torch.promote_types, (stored[name].dtype for name in expected))
-    weights = {name: stored[name].to(dtype) for name in expected}
-    if llama:
-        weights = adapter.from_hf(weights)
-    return {name: weights[name].contiguous() for name in model_shapes(args)}
+    weights = adapter.from_hf({name: stored[name].to(dtype) for name in expected})
+    return {name: weights[name].contiguous() for name in shapes}
 
 
 def read_any(folder: Path) -> tuple[LlamaArgs, Weights, Any, Any]:
@@ -91,7 +115,7 @@ def read_any(folder: Path) -> tuple[LlamaArgs, Weights, Any, Any]:
     the files cannot be used.
     """
     folder = loading.find_step(folder)
-    if is_export(folder):
+    if (folder / HF_CONFIG).is_file():
         args, tied = read_args(folder, "CHECKPOINT")
         tokenizer = loading.load_tokenizer(str(folder), args)
         return args, read_weights(folder, args, tied, "CHECKPOINT"), tokenizer, None

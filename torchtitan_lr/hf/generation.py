@@ -10,19 +10,15 @@ from torch import Tensor
 
 from torchtitan_lr.data.tokenizer import Tokenizer, ids_without_token
 from torchtitan_lr.errors import require
-from torchtitan_lr.hf.export import for_transformers
-from torchtitan_lr.hf.llama_config import CODED
+from torchtitan_lr.hf.export import CODED, for_transformers
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.training.loading import Weights
 
+# Limit without ``--max_new_tokens``, or what the trained window leaves if that is less.
 USUAL_NEW_TOKENS = 100
-"""Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""
 
-_CONTEXT = 8
-"""Last tokens of the prompt that are decoded again: some decoders drop a leading space."""
-
-_UNKNOWN = "\ufffd"
-"""The character that decoders return for bytes that are not (yet) a character."""
+_CONTEXT = 8  # last tokens of the prompt, decoded again: some decoders drop a leading space
+_UNKNOWN = "\ufffd"  # what decoders return for bytes that are not (yet) a character
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,7 @@ def continue_ids(
     torch.manual_seed(seed % 2**63)
     drawn: dict[str, Any] = {"do_sample": settings.temperature > 0}
     if drawn["do_sample"]:
-        drawn |= {"temperature": settings.temperature, "top_k": settings.top_k}
-        drawn["top_p"] = settings.top_p
+        drawn |= {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     # Rows of the model that the tokenizer has no token for are never drawn.
     unknown = list(ids_without_token(tokenizer, model.config.vocab_size))
     config = GenerationConfig(max_new_tokens=limit, suppress_tokens=unknown or None, **drawn)

@@ -4,7 +4,7 @@
 import argparse
 import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -23,10 +23,10 @@ from torchtitan_lr.checkpoints.saving import StepWriter
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.console.log import say
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import resolve_assets_path
 from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.hf.card import write_origin
 from torchtitan_lr.hf.folders import read_args, read_weights
 from torchtitan_lr.hf.svd_import import Batch, MatrixReport, factorise
 from torchtitan_lr.hf.tokenizer import import_tokenizer
@@ -40,31 +40,23 @@ from torchtitan_lr.training.loading import Weights, find_device, load_tokenizer
 TRAIN_TOML = "train.toml"
 TOKENIZER_FOLDER = "tokenizer"
 
-LONGEST_TRAINED = 2048
-"""Longest ``training.seq_len`` of the written TOML; the model's own window may be longer."""
+LONGEST_TRAINED = 2048  # of ``training.seq_len`` in the TOML; the model's own window may be longer
 
-_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "README.md"]
-"""Files of a repository on the Hub that an import reads."""
+# Files of a repository on the Hub that an import reads.
+_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
-_SHIPPED = ("cpython", "python_stdlib")
-"""Values of ``--calibration`` that are no paths: the corpus's training part."""
-
-_WINDOWS = 8
-"""Windows of the calibration text that are computed together."""
+_SHIPPED = ("cpython", "python_stdlib")  # of ``--calibration``, no paths: their training parts
+_WINDOWS = 8  # windows of the calibration text that are computed together
 
 
-def import_folder(
-    options: argparse.Namespace,
-    report: Callable[[MatrixReport], object] = lambda report: None,
-    notice: Callable[[str], object] = lambda text: None,
-) -> dict[str, Any]:
+def import_folder(options: argparse.Namespace) -> dict[str, Any]:
     """Read a folder and write its checkpoint.
 
     Returns ``checkpoint``, ``config`` (a TOML), ``model`` (its name), ``parameters`` and
-    ``matrices`` (one row per factorised matrix). A ConfigError says that the folder cannot be read,
-    or its model cannot become the wanted one.
+    ``matrices`` (a `MatrixReport` as a dictionary of each). A ConfigError says that the folder
+    cannot be read, or its model cannot become the wanted one.
     """
-    (folder, repository), out = find_model(str(options.folder)), options.out
+    folder, out = find_model(str(options.folder)), options.out
     args, tied = read_args(folder)
     made = _wanted_args(options, args)
     device = find_device(options.device)
@@ -72,20 +64,14 @@ def import_folder(
     dtype = torch.promote_types(next(iter(weights.values())).dtype, torch.float32)
     dtype = dtype if options.dtype is None else getattr(torch, options.dtype)
     if tied:
-        notice("the embedding is also the head there; here both are trained on their own")
-    matrices = list[dict[str, Any]]()
-
-    def tell(matrix: MatrixReport) -> None:
-        matrices.append(asdict(matrix))
-        report(matrix)
-
+        say("the embedding is also the head there; here both are trained on their own")
+    matrices = list[MatrixReport]()
     try:
         with unfinished(out) as aside:
-            write_origin(folder, repository, aside)
-            tokenizer = _copy_tokenizer(options.tokenizer, folder, aside, args, notice)
+            tokenizer = _copy_tokenizer(options.tokenizer, folder, aside, args)
             if made is not args:
                 batches = _calibration(options, tokenizer, args)
-                weights = factorise(args, weights, made, batches, device, dtype, tell)
+                weights, matrices = factorise(args, weights, made, batches, device, dtype)
             for name in weights:  # one after another: a large model fits in memory once
                 weights[name] = weights[name].to(dtype)
             write_step_zero(made, weights, aside)
@@ -96,21 +82,20 @@ def import_folder(
         "config": str(out / TRAIN_TOML),
         "model": made.model_family.model_name,
         "parameters": sum(tensor.numel() for tensor in weights.values()),
-        "matrices": matrices,
+        "matrices": [asdict(matrix) for matrix in matrices],
     }
 
 
-def find_model(name: str) -> tuple[Path, str]:
-    """Find the folder of a model: of this machine, with the name "", else of the Hub, downloaded.
+def find_model(name: str) -> Path:
+    """Find the folder of a model: of this machine, else of the Hub, downloaded.
 
     A ConfigError says that the Hub has no such model, or cannot be reached.
     """
-    folder = user_path(name, "DIR")
-    parts = name.split("/")
-    if folder.exists() or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
-        return folder, ""
+    folder, (owner, _, model) = user_path(name, "DIR"), name.partition("/")
+    if folder.exists() or not owner or not model or "/" in model or owner in (".", "..", "~"):
+        return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS, etag_timeout=5)), name
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS, etag_timeout=5))
     # Not found, gated, no network: each version and each layer below has exceptions of its own.
     except Exception as error:
         want = f"a folder, or a model of the Hub that can be read here ({type(error).__name__}); on"
@@ -199,13 +184,11 @@ def _wanted_args(options: argparse.Namespace, args: LlamaArgs) -> LlamaArgs:
     return replace(args, family=name, activation="fullrank", rank_attention=rank, rank_ffn=rank)
 
 
-def _copy_tokenizer(
-    given: Path | None, model: Path, out: Path, args: LlamaArgs, notice: Callable[[str], object]
-) -> Any:
+def _copy_tokenizer(given: Path | None, model: Path, out: Path, args: LlamaArgs) -> Any:
     """Copy a tokenizer that training can use: the given one, else that of the model's folder.
 
-    If that has none, `notice` is told, and None returned. A ConfigError says that the given one
-    cannot be used, or a file is a link out of its folder.
+    Returns it, or None if that folder has none. A ConfigError says that the given one cannot be
+    used, or a file is a link out of its folder.
     """
     folder = resolve_assets_path(str(given or model))
     try:
@@ -213,7 +196,7 @@ def _copy_tokenizer(
     except ConfigError as error:
         if given:
             raise ConfigError("--tokenizer", error.got, error.want) from error
-        notice(f"without a tokenizer (model.hf_assets_path): {error}")
+        say(f"without a tokenizer (model.hf_assets_path): {error}")
         return None
     import_tokenizer(folder, model, out / TOKENIZER_FOLDER)
     return tokenizer

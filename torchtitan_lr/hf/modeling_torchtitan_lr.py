@@ -17,14 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.utils import can_return_tuple
 
+# Key of ``config.json`` for what the model has beside LLaMA: family, activation, ranks, lanes.
 NAME = "torchtitan_lr"
-"""Key of ``config.json`` for what the model has beside LLaMA: family, activation, ranks, lanes."""
 
-LINEARS = (
+LINEARS = (  # of a block
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""The linears of a block."""
 
 
 class LowRankLinear(nn.Module):

@@ -1,13 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Factorise the linears of a ``llama_full`` block by block: truncated SVD, plain or weighted."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import require
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
@@ -15,7 +16,7 @@ from torchtitan_lr.models.llama import Rows, TransformerBlock, build_freqs_cis
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.loading import Weights
 
-SHARED_INPUTS = {
+SHARED_INPUTS = {  # the linears of a block, each with the first one that has the same input
     "attention.wq": "attention.wq",
     "attention.wk": "attention.wq",
     "attention.wv": "attention.wq",
@@ -24,13 +25,11 @@ SHARED_INPUTS = {
     "feed_forward.w3": "feed_forward.w1",
     "feed_forward.w2": "feed_forward.w2",
 }
-"""The linears of a block, each with the first one that has the same input."""
-
 _GROUPS = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
 
+# Added to the diagonal of the second moments, in units of its mean: it orders the directions that
+# the calibration text never uses.
 RIDGE = 1e-8
-"""Added to the diagonal of the second moments, in units of its mean: it orders the directions that
-the calibration text never uses."""
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """``({"input": (b, s)}, labels (b, s))``; tokens without a label are padding."""
@@ -55,8 +54,7 @@ def factorise(
     calibration: Iterable[Batch] | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
-    report: Callable[[MatrixReport], object] = lambda report: None,
-) -> Weights:
+) -> tuple[Weights, list[MatrixReport]]:
     """Factorise a dense model block by block on a device; return the weights of ``made``.
 
     ``weights``, which may lie in files, lose each matrix when its factors are made: beside these
@@ -66,7 +64,8 @@ def factorise(
     moments: Iterator[Weights] = iter(())
     if calibration is not None:
         moments = calibration_moments(args, weights, calibration, device)
-    for index in range(args.n_layers):
+    reports = list[MatrixReport]()
+    for index in progress(range(args.n_layers), "factorising", args.n_layers, "blocks"):
         known: Weights = next(moments, {})
         for order, (linear, first) in enumerate(SHARED_INPUTS.items()):
             name = f"layers.{index}.{linear}"
@@ -76,8 +75,8 @@ def factorise(
             A, B, error, weighted = truncate(weight.to(device), rank, known.get(first), seed)
             weights[f"{name}.A.weight"] = A.to("cpu", dtype)
             weights[f"{name}.B.weight"] = B.to("cpu", dtype)
-            report(MatrixReport(name, tuple(weight.shape), rank, error, weighted))
-    return {name: weights[name].to(dtype) for name in model_shapes(made)}
+            reports.append(MatrixReport(name, tuple(weight.shape), rank, error, weighted))
+    return {name: weights[name].to(dtype) for name in model_shapes(made)}, reports
 
 
 @torch.no_grad()

@@ -72,9 +72,7 @@ def _number(name: str, text: str, most: int, least: int = 1) -> int:
 
 def launched_ranks(comm_mode: str) -> int:
     """Return the number of ranks that torchrun or the launcher started, or a dry run pretends."""
-    names = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"]
-    names = ["NGPU"] if comm_mode == "fake_backend" else names
+    name = "NGPU" if comm_mode == "fake_backend" else "WORLD_SIZE"
     want = "what torchrun sets: start with torchrun or torchtitan-lr train"
-    for name in names:
-        require(os.environ.get(name), name, os.environ.get(name, ""), want)
-    return int(os.environ[names[0]])
+    require(os.environ.get(name), name, os.environ.get(name, ""), want)
+    return int(os.environ[name])

@@ -85,10 +85,7 @@ def is_held(dump_folder: str | Path) -> bool:
 def lock_file(file: IO[Any], path: Path) -> None:
     """Lock a file until it is closed, or warn that this file system cannot.
 
-    Processes that inherit the open file keep the lock.
-
-    Raises:
-        BlockingIOError: Another process holds the lock.
+    Processes that inherit the open file keep the lock; a BlockingIOError tells that another has it.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

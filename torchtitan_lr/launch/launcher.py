@@ -5,7 +5,6 @@ The command ``train`` runs it with torchtitan's environment variables (see `comm
 invalid configuration is reported before any rank starts, in one line, with exit status 2.
 """
 
-import getpass
 import math
 import os
 import shutil
@@ -32,8 +31,6 @@ from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 
 if TYPE_CHECKING:  # it imports torch
     from torchtitan_lr.compat.elastic import Failure
-
-_LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
 
 
 def train_arguments(argv: list[str], environment: Environment) -> list[str]:
@@ -63,10 +60,6 @@ def rank_variables(environment: Environment) -> dict[str, str]:
     # torchrun would set 1. Divide all cores among the ranks; more threads than cores are slower.
     if not os.environ.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name: torch's compiler asks for one
-        variables["LOGNAME"] = f"uid_{os.getuid()}"
     if environment.comm_mode:  # the one rank of a dry run pretends that there are so many
         variables["NGPU"] = str(environment.ranks)
     return variables
@@ -137,9 +130,9 @@ def failure_line(failure: "Failure", config: Any) -> str:
         line += " (the kernel sends it when memory runs out)"
     folder = config.job.dump_folder
     with suppress(OSError):  # the folder may be gone
-        free = shutil.disk_usage(folder).free
-        if free < _LITTLE_SPACE:  # the rank may have found no place for its own words
-            line += f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
+        free = shutil.disk_usage(folder).free / 2**20
+        if free < 1:  # the rank may have found no place for its own words
+            line += f"; no space left in {folder} ({free:.1f} MiB free)"
     line += f"; its output: {failure.output}"
     if failure.status not in AGAIN_THE_SAME:
         line += how_to_resume(config)
@@ -173,11 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         # The launchers of several machines share the folder; then rank 0 locks it.
         with folder_lock.locked(folder) if one_machine else nullcontext("") as signed:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
-            try:
-                log_folder.mkdir(parents=True)
-            except OSError as error:
-                want = f"a folder in which {log_folder} can be created ({error.strerror})"
-                raise ConfigError("job.dump_folder", folder, want) from error
+            log_folder.mkdir(parents=True)
             return run(environment, placed.arguments, log_folder, config, signed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -240,9 +229,8 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
     }
     sent, adamw = summary.get("sent_bytes"), summary.get("adamw_bytes")
     if sent is not None and adamw is not None and is_number(sent) and is_number(adamw):
-        rows["gradients sent"] = (
-            f"{sent / 1e6:.1f} MB per step by formula (AdamW {adamw / 1e6:.1f})"
-        )
+        usual = f"AdamW {adamw / 1e6:.1f}"
+        rows["gradients sent"] = f"{sent / 1e6:.1f} MB per step by formula ({usual})"
     for key in ("checkpoint", "curve"):
         rows[key] = str(summary.get(key) or "none")
     rows |= {"summary": str(dump_folder / SUMMARY_FILE), "logs": str(log_folder)}

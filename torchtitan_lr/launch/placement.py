@@ -4,11 +4,7 @@
 ``NGPU`` sets the number of ranks. Without it, a machine with GPUs gets one rank per GPU, at most
 :data:`DEFAULT_RANKS`, and a machine without GPUs gets that many CPU processes. The shipped debug
 files train the same batches on all of them: `fit` lowers what does not divide the ranks. Other
-configurations are never changed.
-
-``NNODES=4`` waits for four machines. ``NNODES=2:4`` starts with two to four and goes on with fewer
-when one is lost, as long as two are left. ``MAX_RESTARTS`` is how often the ranks of a machine are
-started again after one has failed, from the last complete checkpoint. torchrun counts and restarts.
+configurations are never changed. `commands.train` describes all variables.
 """
 
 import math
@@ -43,13 +39,13 @@ class Placement:
     environment: Environment  # with the final number of ranks
     arguments: list[str]  # with the overrides that fit a debug file to the ranks
     config: Any  # of ``arguments``
-    device: str  # ``cuda``, ``xpu`` or ``cpu``
+    device: str  # ``cuda`` or ``cpu``
     note: str  # what was chosen, in one line; may be empty
 
 
 def place(environment: Environment, arguments: list[str]) -> Placement:
     """Choose the device and the number of a run's ranks, and fit a debug file to them."""
-    config, count, wanted = build_job_config(arguments), accelerator()[1], environment.ranks
+    config, count, wanted = build_job_config(arguments), gpu_count(), environment.ranks
     # With several machines nothing is chosen: all of them must start alike.
     free = not (environment.ranks_given or environment.comm_mode or environment.nodes > 1)
     if free and 0 < count < wanted:
@@ -72,23 +68,18 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
-    name, count = accelerator()
-    hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
-    want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
+    count = gpu_count()
+    want = f"at most {count}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)"
     fits = not count or environment.ranks <= count or environment.comm_mode  # which needs one
     require(fits, "NGPU", environment.ranks, want)
-    return name
+    return "cuda" if count else "cpu"
 
 
-def accelerator() -> tuple[str, int]:
-    """Return the type and number of this machine's accelerators; ``cpu`` and 0 without any."""
+def gpu_count() -> int:
+    """Return the number of this machine's GPUs of CUDA or ROCm."""
     import torch
 
-    for name in ("cuda", "xpu"):
-        module = getattr(torch, name, None)
-        if module is not None and module.is_available():
-            return name, module.device_count()
-    return "cpu", 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:

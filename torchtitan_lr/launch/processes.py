@@ -34,20 +34,13 @@ class Signals:
     step and save, and those that have not begun end at once. A second signal kills, unless it
     follows within a second: ``timeout`` signals a process and then its whole group. SIGUSR1 is a
     scheduler's notice: it acts like SIGTERM as the first signal, and after another one, or
-    repeated, it changes nothing.
-
-    Args:
-        end: Records and tells why (`why`) this process ends, below which no rank runs.
-
-    Attributes:
-        agent: Of the ranks; None before there is one.
-        number: The first signal received, 0 if none.
-        killed: Whether a second one has killed the ranks.
+    repeated, it changes nothing. `end` records and tells why this process ends without ranks.
     """
 
     def __init__(self, end: Callable[[str], object]) -> None:
-        self.agent: Agent | None = None
-        self.number, self.killed = 0, False
+        self.agent: Agent | None = None  # of the ranks, once there is one
+        self.number = 0  # the first signal received
+        self.killed = False  # whether a second one has killed the ranks
         self._tell_end, self._when = end, 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             # Keep signals ignored that ``nohup`` or ``cmd &`` set to be ignored.

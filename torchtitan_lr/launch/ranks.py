@@ -135,19 +135,16 @@ def run_ranks(
         torchrun.addHandler(logging.NullHandler())
         torchrun.propagate = False
     ranks = 1 if environment.comm_mode else environment.ranks
-    given = dict(variables)
+    before, given = dict(os.environ), dict(variables)
     if environment.nodes == 1:  # gloo listens, and unpickles what it receives
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or _LOOPBACK_INTERFACE
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    filtered = set(shown) or {-1}  # an empty filter would show all
+    logs = DefaultLogsSpecs(str(log_folder), tee=Std.ALL, local_ranks_filter=filtered)
     try:
+        os.environ.update(given)
         rendezvous = meeting(environment)
-        # An empty filter would show all.
-        filtered = set(shown) or {-1}
-        logs = DefaultLogsSpecs(str(log_folder), tee=Std.ALL, local_ranks_filter=filtered)
-        agent = Agent(
-            command, ranks, rendezvous, logs, environment.max_restarts, final=AGAIN_THE_SAME
-        )
+        restarts = environment.max_restarts
+        agent = Agent(command, ranks, rendezvous, logs, restarts, final=AGAIN_THE_SAME)
         if signals is not None:
             signals.agent = agent
         result = agent.run()
@@ -157,10 +154,8 @@ def run_ranks(
             what = f"the machine of RDZV_ENDPOINT cannot be reached, or the run ended there; {what}"
         return False, Failure(None, None, what, log_folder)
     finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
     failure = None if result is None or not result.is_failed() else agent.failure
     if result is None:
         failure = Failure(None, None, "the machines are complete without this one", log_folder)

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +45,16 @@ def write_state(
     """
     path = Path(dump_folder) / STATE_FILE
     before = read_state(dump_folder)
-    if state in FAILURES and before is not None and has_ended(before, began):
-        return
+    if state in FAILURES and before is not None:
+        when = before.get("time")
+        is_since = isinstance(when, int | float) and when >= began
+        if before["state"] in ENDS or (before["state"] in FAILURES and is_since):
+            return
     record = {"state": state, "rank": rank, "step": step, "error": error, "time": time.time()}
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         scratch.write_text(json.dumps(record) + "\n")
         scratch.replace(path)
-
-
-def has_ended(record: Mapping[str, Any], began: float) -> bool:
-    """Return whether a record tells the end of a run for a start that began at a time."""
-    when = record.get("time")
-    is_since = isinstance(when, int | float) and when >= began
-    return record["state"] in ENDS or (record["state"] in FAILURES and is_since)
 
 
 def read_state(dump_folder: str | Path) -> dict[str, Any] | None:

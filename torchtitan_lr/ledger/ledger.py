@@ -8,27 +8,33 @@ all-reduce or reduce-scatter, the output of an all-gather. Bytes are of one rank
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from torchtitan_lr.compat import dispatch, process_groups
+from torchtitan_lr.compat import autograd, process_groups
 from torchtitan_lr.compat.dispatch import TorchDispatchMode, schema_of, tree_leaves
-from torchtitan_lr.ledger.scopes import STEP, ScopeTracker
+from torchtitan_lr.compat.fsdp import wrap_unit_calls
 from torchtitan_lr.parallel.stages import boundary_of
+
+STEP = "step"  # scope of all calls outside the model and its loss: clipping, TSR-Adam, logging
+OUTER = "outer"  # scope of the exchanges of replicas that train apart
+OPTIMIZER = "optimizer"  # scope of the calls in the step of an optimizer that the ledger was given
+
+LOSS = "loss"
+"""Scope of the calls between the end of the model's forward and the start of its backward."""
 
 COMBINED_DIMS = ("batch", "loss")
 """torchtitan's names for combined dimensions, which may share the group of a single dimension."""
 
-COUNTS = ("calls", "elements", "bytes", "overlapped_flops")  # the numbers in a row of the ledger
+COUNTS = ("calls", "elements", "bytes")  # the numbers in a row of the ledger
 
 _WRAPPERS = (DTensor, process_groups.AsyncCollectiveTensor)
 
@@ -79,7 +85,6 @@ class CommLedger(TorchDispatchMode):
         self._context = groups["cp"].group_name if "cp" in groups else None
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
-        self._overlap = _Overlap()
 
     def __enter__(self) -> "CommLedger":
         self._tracker = ScopeTracker(self._model_parts, self._optimizers)
@@ -102,15 +107,11 @@ class CommLedger(TorchDispatchMode):
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
         if call is None or process_groups.group_size(call.group) <= 1:
-            result = func(*args, **kwargs)
-            self._overlap.observe(func, args, kwargs, result, self._tracker.reducing)
-            return result
+            return func(*args, **kwargs)
         entry = self._entry(call, args)
         self._calls[entry] += 1
         self._elements[entry] += call.elements
-        result = func(*args, **kwargs)
-        self._overlap.start(entry, result, call.results)
-        return result
+        return func(*args, **kwargs)
 
     def _entry(self, call: "Collective", args: tuple[Any, ...]) -> Entry:
         """Return the counter of a call that is about to run."""
@@ -119,7 +120,7 @@ class CommLedger(TorchDispatchMode):
         scope, pass_, recompute = (*message, False) if message else self._tracker.here()
         mesh_dim = self._mesh_dims.get(call.group, call.group)
         # Where FSDP2 shards over the context-parallel ranks alone, both have one group.
-        in_block = scope.startswith("block") and not self._tracker.in_unit
+        in_block = scope.startswith("block") and not self._tracker.owner
         if call.group == self._context and in_block:
             mesh_dim = "cp"
         if mesh_dim in self._step_dims:
@@ -137,18 +138,16 @@ class CommLedger(TorchDispatchMode):
         """Reset all counts."""
         self._calls.clear()
         self._elements.clear()
-        self._overlap = _Overlap()
 
     def rows(self, split_recompute: bool = False) -> list[dict[str, Any]]:
         """Return the counts.
 
         Keys are ``scope`` (``block 0`` ..., between pipeline stages ``boundary 0`` ...,
         ``embedding``, ``head``, ``loss``, ``optimizer``, ``outer``, ``step``), ``pass``
-        (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``, ``calls``,
-        ``elements``, ``bytes`` and ``overlapped_flops``: the FLOPs of products that this rank
-        issues between start and wait (`Overlap`). With `split_recompute`, collectives that
-        activation checkpointing recomputes have rows of their own with a key ``recompute``;
-        recomputation inside a compiled backward cannot be detected.
+        (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype`` and `COUNTS`.
+        With `split_recompute`, collectives that activation checkpointing recomputes have rows of
+        their own with a key ``recompute``; recomputation inside a compiled backward cannot be
+        detected.
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
@@ -160,7 +159,6 @@ class CommLedger(TorchDispatchMode):
             row["calls"] += calls
             row["elements"] += self._elements[entry]
             row["bytes"] += self._elements[entry] * entry.dtype.itemsize
-            row["overlapped_flops"] += self._overlap.flops[entry]
         return sorted(merged.values(), key=reading_order)
 
 
@@ -180,8 +178,6 @@ class Collective(NamedTuple):
     group: str  # name of the process group
     dtype: torch.dtype  # dtype of the payload
     elements: int  # elements of the logical tensor, the larger of the call's input and output
-    # Tensors that a ``c10d`` operator writes; empty if it only sends
-    results: tuple[Tensor, ...] = ()
 
 
 def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
@@ -196,127 +192,120 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
     op = process_groups.OPERATIONS[name]
     named = dict(zip(parameters, args, strict=False)) | kwargs
     payload: list[Tensor] = []  # of the first argument that has tensors
-    results: list[Tensor] = []
-    has_results = False
     elements = 0
-    for key, value in named.items():
-        tensors = _tensors(value)
+    for value in named.values():
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         payload = payload or tensors
         elements = max(elements, sum(x.numel() for x in tensors))
-        if key.startswith("out"):
-            has_results = True
-            results += tensors
-    group = named.get("group_name", named.get("process_group"))
-    if op == "all_gather" and not has_results:
+    if op == "all_gather" and not any(key.startswith("out") for key in named):
         # A functional all-gather has only its input as an argument.
         elements *= named["group_size"]
-    if not has_results and op not in ("send", "send_recv"):
-        results = payload  # in place
-    return Collective(
-        op, process_groups.group_name_of(group), payload[0].dtype, elements, tuple(results)
-    )
+    group = process_groups.group_name_of(named.get("group_name", named.get("process_group")))
+    return Collective(op, group, payload[0].dtype, elements)
 
 
-class _Running(NamedTuple):
-    """A started collective, and what it writes."""
+class ScopeTracker:
+    """Follows a model, or a stage without its ends, through forward and backward until closed.
 
-    entry: Entry
-    before: int  # FLOPs issued before it
-    has_wait: bool  # whether an operator waits for it, as for a functional collective
-    storage: StorageWeakRef  # while it exists, no other storage gets the address
-    address: int
-    begin: int  # first byte in the storage
-    end: int  # byte behind the last
-
-    @classmethod
-    def of(cls, entry: Entry, before: int, has_wait: bool, x: Tensor) -> "_Running":
-        """Return a collective that writes a tensor."""
-        storage = x.untyped_storage()
-        place = StorageWeakRef(storage), dispatch.storage_address(storage), *_span(x)
-        return cls(entry, before, has_wait, *place)
-
-    def is_read(self, x: Tensor) -> bool:
-        """Return whether a tensor has bytes of the result."""
-        if dispatch.storage_address(x) != self.address:
-            return False
-        begin, end = _span(x)
-        return self.begin < end and begin < self.end
-
-
-@dataclass
-class _Overlap:
-    """Counts the FLOPs of products that a rank issues between start and wait of collectives.
-
-    Without any the device waits. A functional collective has an operator that waits, a ``c10d`` one
-    ends where an operator reads its result, FSDP2's reduce-scatter where the next one starts or
-    backward ends. What runs behind that on FSDP2's streams is no read: a cast of its result, which
-    then is the result, or the end of an exchange of compressed gradients.
+    Forward hooks record the running part, and the sequence numbers of the autograd nodes that it
+    creates. In backward the running node's number identifies the part, also of compiled and
+    checkpointed blocks. FSDP2 prefetches weights, so its calls are attributed to the parameters'
+    owner.
     """
 
-    flops: Counter[Entry] = field(default_factory=Counter)
-    _issued: int = 0
-    _running: list[_Running] = field(default_factory=list)
-
-    def start(self, entry: Entry, result: Any, written: Sequence[Tensor]) -> None:
-        """Record the start of a collective."""
-        # FSDP2 waits for a unit's reduce-scatter before the next one, and for all at the end of
-        # backward.
-        next_unit = entry.op == "reduce_scatter"
-        for running in self._unread():
-            same = running.entry.op == entry.op and running.entry.mesh_dim == entry.mesh_dim
-            waits = entry.pass_ == "forward" or (next_unit and same)
-            if running.entry.pass_ == "backward" and waits:
-                self._end(running)
-        has_wait = isinstance(result, Tensor)
-        # Several tensors arrive together: the first to be read ends the collective.
-        results = [result] if has_wait else written
-        if results:
-            self._running.append(_Running.of(entry, self._issued, has_wait, results[0]))
-
-    def observe(
-        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, reducing: bool
+    def __init__(
+        self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()
     ) -> None:
-        """Record an operator that is no collective; ``reducing`` is what FSDP2 runs behind one."""
-        packet = getattr(func, "overloadpacket", None)
-        if packet is process_groups.functional.wait_tensor:
-            address = dispatch.storage_address(args[0])
-            for running in self._running.copy():
-                if running.has_wait and running.address == address:
-                    self._end(running)
+        self.hooks = ExitStack()
+        keep = self.hooks.enter_context  # a handle, which is removed at the end
+        self._in_optimizer = False
+        self.outside = STEP
+        self._stack: list[str] = []
+        self._ranges: list[tuple[int, int, str]] = []
+        self._model_ends: list[int] = []
+        self.owner: str | None = None  # the unit of its own for which FSDP2 runs
+        self._last = STEP
+        self._in_loss = False
+        self._recomputing = 0
+        for part in model_parts:
+            # The root before its children: the loss is between the end of the root's forward and
+            # its backward. The root's own parameter is the final norm's.
+            keep(part.register_forward_hook(self._end_model))
+            self._own_unit(part, "head")
+            self._follow("embedding", getattr(part, "tok_embeddings", None))
+            for name, block in part.get_submodule("layers").named_children():
+                self._follow(f"block {name}", block)
+            self._follow("head", getattr(part, "output", None))
+
+        for optimizer in optimizers:
+            keep(optimizer.register_step_pre_hook(lambda *_: self._step(True)))
+            keep(optimizer.register_step_post_hook(lambda *_: self._step(False)))
+
+    def here(self) -> tuple[str, str, bool]:
+        """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
+        if self._in_optimizer:
+            return OPTIMIZER, "optimizer", False
+        if autograd.backward_number() is not None:
+            number = autograd.running_node_number()
+            if self.owner is None and number is not None:
+                # The last range first: a later micro-batch's numbers are larger.
+                owners = (scope for a, b, scope in reversed(self._ranges) if a <= number < b)
+                in_loss = bool(self._model_ends) and number >= self._model_ends[0]
+                self._last = next(owners, LOSS if in_loss else self._last)
+            return self.owner or self._last, "backward", self._recomputing > 0
+        if self.owner or self._stack:
+            return self.owner or self._stack[-1], "forward", False
+        return (LOSS, "forward", False) if self._in_loss else (self.outside, "optimizer", False)
+
+    def _step(self, runs: bool) -> None:
+        self._in_optimizer = runs
+
+    def _end_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._in_loss = True
+        self._model_ends.append(autograd.next_node_number())
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
+                self.hooks.enter_context(leave)
+
+    def _follow(self, scope: str, module: nn.Module | None) -> None:
+        if module is None:
             return
-        unread = self._unread()
-        if unread and not reducing:
-            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-            made = {dispatch.storage_address(x) for x in outputs}
-            read = {dispatch.storage_address(x) for x in inputs}
-            # A view reads nothing.
-            if not made or not made <= read or dispatch.changes_arguments(func):
-                for running in unread:
-                    if any(map(running.is_read, inputs)):
-                        self._end(running)
-        elif unread and packet is dispatch.CAST:
-            address = dispatch.storage_address(args[0])
-            for i, running in enumerate(self._running):
-                if running.address == address:
-                    self._running[i] = _Running.of(running.entry, running.before, False, result)
-        self._issued += dispatch.product_flops(packet, args, kwargs, result)
+        starts: list[int] = []
 
-    def _unread(self) -> list[_Running]:
-        """Return the ``c10d`` collectives that nothing has waited for."""
-        self._running = [each for each in self._running if not each.storage.expired()]
-        return [running for running in self._running if not running.has_wait]
+        def before(*_: Any) -> None:
+            self._in_loss = False
+            self._stack.append(scope)
+            starts.append(autograd.next_node_number())
 
-    def _end(self, running: _Running) -> None:
-        self._running.remove(running)
-        self.flops[running.entry] += self._issued - running.before
+        def after(*_: Any) -> None:
+            self._stack.pop()
+            self._ranges.append((starts.pop(), autograd.next_node_number(), scope))
 
+        # Before FSDP's hook, which creates the node that reduces the gradients.
+        keep = self.hooks.enter_context
+        keep(module.register_forward_pre_hook(before, prepend=True))
+        keep(module.register_forward_hook(after))
+        self._own_unit(module, scope)
+        for inner in autograd.checkpointed_modules(module):
+            keep(inner.register_forward_pre_hook(lambda *_: self._recompute(1)))
+            # Recomputation may stop early with an exception.
+            keep(inner.register_forward_hook(lambda *_: self._recompute(-1), always_call=True))
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    def _recompute(self, change: int) -> None:
+        # The first forward pass runs the inner module too.
+        self._recomputing += change * (autograd.backward_number() is not None)
 
+    def _own_unit(self, module: nn.Module, scope: str) -> None:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def owned(*args: Any, **kwargs: Any) -> Any:
+                outer, self.owner = self.owner, scope
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self.owner = outer
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one behind its last."""
-    begin = int(x.storage_offset())
-    length = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
-    return begin * x.element_size(), (begin + length * (x.numel() > 0)) * x.element_size()
+            return owned
+
+        self.hooks.callback(wrap_unit_calls(module, wrap))

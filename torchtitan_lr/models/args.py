@@ -85,8 +85,9 @@ class LlamaArgs(BaseModelArgs):
         require(fits, "model.n_heads", self.n_heads, want)
         want = f"a divisor of the {self.n_heads} query heads"
         require(self.n_heads % self.kv_heads == 0, "model.n_kv_heads", self.n_kv_heads, want)
-        for group in ("attention", "ffn") if self.low_rank else ():
-            self._check_rank(group, f"low_rank.rank_{group}", getattr(self, f"rank_{group}"))
+        for sublayer in ("attention", "ffn") if self.low_rank else ():
+            rank = getattr(self, f"rank_{sublayer}")
+            self._check_rank(sublayer, f"low_rank.rank_{sublayer}", rank)
         self._check_lanes()
 
     def _check_values(self) -> None:
@@ -133,27 +134,24 @@ class LlamaArgs(BaseModelArgs):
         """Apply the job's settings of the model; called once by the trainer."""
         section = job_config.low_rank
         self.model_family.check_overrides(section)
-        for group in ("attention", "ffn") if self.low_rank else ():
-            # The group's own key wins over the common one; blame the key that the user wrote.
-            own = getattr(section, f"rank_{group}")
-            key, rank = (f"rank_{group}", own) if own else ("rank", section.rank)
+        for sublayer in ("attention", "ffn") if self.low_rank else ():
+            # The sublayer's own key wins over the common one; blame the key that the user wrote.
+            own = getattr(section, f"rank_{sublayer}")
+            key, rank = (f"rank_{sublayer}", own) if own else ("rank", section.rank)
             if rank:
-                self._check_rank(group, f"low_rank.{key}", rank)
-                setattr(self, f"rank_{group}", rank)
+                self._check_rank(sublayer, f"low_rank.{key}", rank)
+                setattr(self, f"rank_{sublayer}", rank)
         if section.activation != "flavor":
             self.activation = section.activation
         if self.model_family.gated:
             self.lax_gate = section.lax_gate
-        # A record may have no lanes and no vocabulary's key.
-        if (lanes := getattr(job_config, "caat", None)) is not None:
-            self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
-            self.backward_sum = lanes.backward_sum
-        wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
+        lanes, wanted = job_config.caat, job_config.model.vocab_size
+        self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
+        self.backward_sum = lanes.backward_sum
         want = "0 (the flavor's) or a positive integer"
         require(wanted >= 0, "model.vocab_size", wanted, want)
         if wanted:
-            sections = getattr(job_config, "parallelism", None)
-            degree = getattr(sections, "tensor_parallel_degree", 1)
+            degree = job_config.parallelism.tensor_parallel_degree
             self.vocab_size = vocabulary_rows(wanted, degree, self.lanes)
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed
@@ -170,9 +168,9 @@ class LlamaArgs(BaseModelArgs):
         products += self.n_layers * 2 * seq_len * self.dim
         return sum(parameter.numel() for parameter in model.parameters()), 3 * 2 * products
 
-    def _check_rank(self, group: str, key: str, rank: int) -> None:
+    def _check_rank(self, sublayer: str, key: str, rank: int) -> None:
         # Narrow k and v do not count: grouped queries make them narrower than q and o, and CoLA's
         # r = d/4 can exceed their width. With σ in the bottleneck such a rank has a meaning.
-        largest = self.dim if group == "attention" else min(self.dim, self.ffn_dim)
+        largest = self.dim if sublayer == "attention" else min(self.dim, self.ffn_dim)
         want = f"a rank from 1 to {largest}, the smallest side of these projections"
         require(type(rank) is int and 0 < rank <= largest, key, rank, want)

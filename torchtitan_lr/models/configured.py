@@ -32,16 +32,13 @@ def empty_model(args: Any) -> Any:
         return LlamaModel(args)
 
 
-_SHAPES: dict[tuple[int, str], tuple[Any, dict[str, tuple[int, ...]]]] = {}
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
 
 
 def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter, in the order of the model, built once per process."""
-    from torchtitan_lr.models.families import FAMILIES
-
-    family = FAMILIES[args.family]
-    key = id(family), repr(args)
-    if key not in _SHAPES:  # holds the family, so that no other one gets its id
+    key = repr(args)
+    if key not in _SHAPES:
         parameters = empty_model(args).named_parameters()
-        _SHAPES[key] = family, {name: tuple(each.shape) for name, each in parameters}
-    return dict(_SHAPES[key][1])
+        _SHAPES[key] = {name: tuple(each.shape) for name, each in parameters}
+    return dict(_SHAPES[key])

@@ -41,19 +41,23 @@ def linear_loss(
     weight: Tensor,  # (V/T, d), Shard(0)
     targets: Tensor,  # token ids (b, s), of which `IGNORE_INDEX` does not count
     ranks: Ranks | None = None,  # that share the vocabulary
-    errors: Errors | None = None,
+    errors: Errors | None = None,  # `errors_in_place`, compiled
 ) -> Tensor:
     """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ."""
     # The result is a replicated scalar in at least fp32. The gradient of x is this rank's term.
-    rows = x.flatten(0, 1)
-    rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
+    flat = x.flatten(0, 1)
+    flat = flat.unsqueeze(1) if flat.ndim == 2 else flat  # (n, g, d)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearLoss.apply(rows, weight, targets.flatten(), ranks, wanted, errors)
+    loss: Tensor = _LinearLoss.apply(flat, weight, targets.flatten(), ranks, wanted, errors)
     return loss
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Forward the loss and, chunk by chunk, its gradients; backward scales them."""
+    """Forward the loss and, chunk by chunk, its gradients; backward scales them.
+
+    With no more tokens than features the logits are smaller than the weight's gradient. Then there
+    is one chunk, which keeps its errors (p less one-hot rows), and backward multiplies.
+    """
 
     @staticmethod
     def forward(
@@ -62,88 +66,85 @@ class _LinearLoss(torch.autograd.Function):
         weight: Tensor,  # (V/T, d)
         targets: Tensor,  # (n,)
         ranks: Ranks | None,
-        wanted: bool,
+        wanted: bool,  # the gradients
         compiled: Errors | None,
     ) -> Tensor:
-        tokens = x.shape[0]
+        tokens, compute = x.shape[0], torch.promote_types(x.dtype, torch.float32)
         size = chunk_tokens(tokens, x.shape[-1])
-        # With no more tokens than features the logits are smaller than the weight's gradient. One
-        # chunk then keeps its errors (p less one-hot rows) for backward instead.
-        ctx.whole = size == tokens
-        compute = torch.promote_types(x.dtype, torch.float32)
+        ctx.keeps_errors = size == tokens
+        adds_gradients = wanted and not ctx.keeps_errors
         # The chunks use this memory in turn.
         logits = x.new_empty(size, weight.shape[0])
         p = logits if x.dtype == compute else logits.to(compute)
-        fused = compiled if ranks is None and p.dtype != logits.dtype else None
         loss = p.new_zeros(())
-        if wanted and not ctx.whole:
+        if adds_gradients:
             dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=compute)
         for start in range(0, tokens, size):
-            part = slice(start, start + size)
-            counts = targets[part] != IGNORE_INDEX
-            valid = counts[:, None, None]
+            chunk = slice(start, start + size)
+            valid = (targets[chunk] != IGNORE_INDEX)[:, None, None]  # (c, 1, 1)
             # Without its input, a token that does not count adds nothing to the weight's gradient.
             # A product would let an inf or a NaN there through.
-            counted = torch.where(valid, x[part], 0)
-            errors = logits[: counted.shape[0]]
+            counted = torch.where(valid, x[chunk], 0)
+            errors = logits[: len(counted)]
             _write_logits(counted, weight, errors)
-            place, here = targets[part], counts
-            if ranks is not None:  # the targets in this rank's part of the vocabulary
-                place = place - ranks.rank * weight.shape[0]
-                here = counts & (place >= 0) & (place < weight.shape[0])
-            place = torch.where(here, place, 0)[:, None]
-            if fused is not None:
-                log_p = fused(errors, place, here)
+            column, here = _own_columns(targets[chunk], weight.shape[0], ranks)
+            if compiled is not None and ranks is None and p.dtype != logits.dtype:
+                log_p = compiled(errors, column, here)
             else:
-                log_p = errors_in_passes(errors, place, here, p[: len(errors)], ranks, wanted)
+                log_p = errors_in_passes(errors, column, here, p[: len(errors)], ranks, wanted)
             loss -= torch.where(here, log_p, 0).sum()
-            if wanted and not ctx.whole:
-                _add_gradients(errors, counted, weight, dx[part], dweight, first=start == 0)
-                dx[part] *= valid
-        if wanted and ctx.whole:
-            ctx.save_for_backward(errors, counted, weight, valid)
-        elif wanted:
+            if adds_gradients:
+                _add_gradients(errors, counted, valid, weight, dx[chunk], dweight, start == 0)
+        if adds_gradients:
             ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        elif wanted:
+            ctx.save_for_backward(errors, counted, valid, weight)
         return loss if ranks is None else reduce(loss, ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.whole:
+        if ctx.keeps_errors:
+            errors, counted, valid, weight = ctx.saved_tensors
+            dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
+            _add_gradients(errors, counted, valid, weight, dx, dweight, first=True)
+        else:
             dx, dweight = ctx.saved_tensors
-            # New memory as large as the weight costs more time than the product.
+            # Scaled in place: new memory as large as the weight costs more time than the product.
             if backward_may_repeat():
                 dx, dweight = dx.clone(), dweight.clone()
-            scale_([dx, dweight], gradient)
-            return dx, dweight, None, None, None, None
-        # The one chunk kept its errors, which are smaller than the weight's gradient.
-        errors, counted, weight, valid = ctx.saved_tensors
-        dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
-        _add_gradients(errors, counted, weight, dx, dweight, first=True)
-        dx *= valid
         scale_([dx, dweight], gradient)
         return dx, dweight, None, None, None, None
 
 
 def _write_logits(x: Tensor, weight: Tensor, logits: Tensor) -> None:
-    """Write x (n, g, d) · Wᵀ, lane by lane, into logits (n, V/T)."""
+    """Write x (c, g, d) · Wᵀ, lane by lane, into logits (c, V/T)."""
     lanes = x.shape[1]
     columns = logits.chunk(lanes, 1)
-    for lane, rows in enumerate(weight.chunk(lanes)):
-        torch.mm(x[:, lane], rows.t(), out=columns[lane])
+    for lane, own_weight in enumerate(weight.chunk(lanes)):
+        torch.mm(x[:, lane], own_weight.t(), out=columns[lane])
+
+
+def _own_columns(targets: Tensor, width: int, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
+    """Return the targets' columns (c, 1) in this rank's logits, and whether they count there."""
+    here = targets != IGNORE_INDEX  # (c,)
+    if ranks is not None:
+        targets = targets - ranks.rank * width
+        here &= (targets >= 0) & (targets < width)
+    return torch.where(here, targets, 0)[:, None], here
 
 
 def errors_in_passes(
-    logits: Tensor,  # (n, V/T)
-    place: Tensor,  # columns of the targets (n, 1)
-    here: Tensor,  # whether the target counts, and is in this rank's part of the vocabulary (n,)
+    logits: Tensor,  # (c, V/T)
+    column: Tensor,  # of the targets (c, 1)
+    here: Tensor,  # whether the target counts, and is in this rank's shard of the vocabulary (c,)
     p: Tensor,  # memory like the logits, in at least fp32; the same tensor if they are
     ranks: Ranks | None,  # that share the vocabulary
     wanted: bool,  # the errors
 ) -> Tensor:
-    """Turn logits into p less one-hot rows, if wanted; return log p (n,) of the targets."""
+    """Turn logits into p less one-hot rows, if wanted; return log p (c,) of the targets."""
     # The logits become probabilities in one pass, and log p is computed for the targets alone.
-    of_target = logits.gather(1, place)[:, 0].to(p.dtype)
+    of_target = logits.gather(1, column)[:, 0].to(p.dtype)
     largest = logits.amax(1).to(p.dtype)
     if p.dtype != logits.dtype:
         p.copy_(logits)  # softmax with a dtype would cast into memory of its own
@@ -152,48 +153,53 @@ def errors_in_passes(
     log_largest_p = p.amax(1).log()
     log_p = of_target - largest + log_largest_p
     if ranks is not None:
-        own = largest - log_largest_p  # log-sum-exp of this part
-        part = own - all_gather([own[None]], ranks, 0)[0].logsumexp(0)
-        p *= part.exp()[:, None]
-        log_p += part
+        own = largest - log_largest_p  # log-sum-exp of this shard
+        log_p_of_shard = own - all_gather([own[None]], ranks, 0)[0].logsumexp(0)
+        p *= log_p_of_shard.exp()[:, None]
+        log_p += log_p_of_shard
     if wanted:
-        p.scatter_add_(1, place, -here.to(p.dtype)[:, None])
+        p.scatter_add_(1, column, -here.to(p.dtype)[:, None])
         if p.dtype != logits.dtype:
             logits.copy_(p)
     return log_p
 
 
-def errors_in_place(logits: Tensor, place: Tensor, here: Tensor) -> Tensor:
-    """Do the same with logits (n, V) of half precision, in operators that torch can fuse."""
+def errors_in_place(logits: Tensor, column: Tensor, here: Tensor) -> Tensor:
+    """Do the same with logits (c, V) of half precision, in operators that torch can fuse."""
     wide = logits.float()
-    of_target = wide.gather(1, place)[:, 0]
+    of_target = wide.gather(1, column)[:, 0]
     largest = wide.amax(1, keepdim=True)
     exponentials = (wide - largest).exp()
     total = exponentials.sum(1, keepdim=True)
-    column = torch.arange(logits.shape[1], device=logits.device)
-    hit = (column == place) & here[:, None]
-    logits.copy_(exponentials / total - hit.to(wide.dtype))
+    every_column = torch.arange(logits.shape[1], device=logits.device)
+    one_hot = (every_column == column) & here[:, None]
+    logits.copy_(exponentials / total - one_hot.to(wide.dtype))
     return of_target - largest[:, 0] - total[:, 0].log()
 
 
 def _add_gradients(
-    errors: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dweight: Tensor, first: bool
+    errors: Tensor,  # (c, V/T)
+    x: Tensor,  # (c, g, d), 0 for tokens that do not count
+    valid: Tensor,  # (c, 1, 1)
+    weight: Tensor,  # (V/T, d)
+    dx: Tensor,  # (c, g, d), gets errors · W of the valid tokens
+    dweight: Tensor,  # (V/T, d), gets errorsᵀ · x more
+    first: bool,  # whether dweight has no value yet
 ) -> None:
-    """Write errors · W into dx (n, g, d), and add errorsᵀ · x to dweight (V/T, d), lane by lane."""
     lanes = x.shape[1]
-    parts = zip(errors.chunk(lanes, 1), weight.chunk(lanes), dweight.chunk(lanes), strict=True)
-    for lane, (part, rows, drows) in enumerate(parts):
-        torch.mm(part, rows, out=dx[:, lane])
-        if part.dtype == drows.dtype:
-            drows.addmm_(part.t(), x[:, lane], beta=0 if first else 1)
+    shards = zip(errors.chunk(lanes, 1), weight.chunk(lanes), dweight.chunk(lanes), strict=True)
+    for lane, (own_errors, own_weight, own_dweight) in enumerate(shards):
+        torch.mm(own_errors, own_weight, out=dx[:, lane])
+        if own_errors.dtype == own_dweight.dtype:
+            own_dweight.addmm_(own_errors.t(), x[:, lane], beta=0 if first else 1)
         else:  # half precision: the sum over the chunks is rounded once
-            product = part.t() @ x[:, lane]
-            drows.copy_(product) if first else drows.add_(product)
+            product = own_errors.t() @ x[:, lane]
+            own_dweight.copy_(product) if first else own_dweight.add_(product)
+    dx *= valid
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of ``-log p(label)`` over the valid tokens of a batch, in nats, a scalar."""
-    # The logits are (b, s, V).
+    """Return the sum of -log p(label) of logits (b, s, V) over the valid tokens, in nats."""
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
     compute = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(

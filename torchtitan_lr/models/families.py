@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.config.schema import LowRank
+from torchtitan_lr.errors import require
 from torchtitan_lr.models.linears import LowRankLinear
 
 if TYPE_CHECKING:
@@ -72,34 +73,22 @@ class ModelFamily:
 
     def check(self, args: "LlamaArgs") -> None:
         """Refuse arguments that the family cannot have, by a ConfigError."""
-        if self.factorises and args.activation not in ("fullrank", "none"):
-            want = f"'fullrank' or 'none' for {self.model_name} "
-            want += "(with σ in the bottleneck it is llama_cola)"
-            raise ConfigError("low_rank.activation", args.activation, want)
-        if args.lanes > 1 and not self.lanes:
-            others = " or ".join(family.model_name for family in FAMILIES.values() if family.lanes)
-            want = f"1 for {self.model_name}: only {others} has lanes"
-            raise ConfigError("caat.lanes", args.lanes, want)
+        merges = args.activation in ("fullrank", "none")
+        want = f"'fullrank' or 'none' for {self.model_name} "
+        want += "(with σ in the bottleneck it is llama_cola)"
+        require(merges or not self.factorises, "low_rank.activation", args.activation, want)
+        others = " or ".join(family.model_name for family in FAMILIES.values() if family.lanes)
+        want = f"1 for {self.model_name}: only {others} has lanes"
+        require(args.lanes == 1 or self.lanes, "caat.lanes", args.lanes, want)
 
-    def check_overrides(self, section: Any) -> None:
+    def check_overrides(self, section: LowRank) -> None:
         """Refuse keys of ``[low_rank]`` that would have no effect, by a ConfigError."""
-        for name in () if self.low_rank else ("rank", "rank_attention", "rank_ffn"):
-            if getattr(section, name) != 0:
-                want = f"0 for {self.model_name}, which has no low-rank factors"
-                raise ConfigError(f"low_rank.{name}", getattr(section, name), want)
-        if not self.low_rank and section.activation not in ("flavor", "fullrank"):
-            want = f"'flavor' for {self.model_name}, which has no bottlenecks"
-            raise ConfigError("low_rank.activation", section.activation, want)
-        if section.lax_gate != "identity" and not self.gated:
-            others = " or ".join(family.model_name for family in FAMILIES.values() if family.gated)
-            want = f"'identity' unless {others}"
-            raise ConfigError("low_rank.lax_gate", section.lax_gate, want)
-
-    def fingerprint(self, args: "LlamaArgs") -> dict[str, Any]:
-        """Return what the family adds to a model's fingerprint, by TOML key."""
-        names = ["rank_attention", "rank_ffn", "activation"] if self.low_rank else []
-        names += ["lax_gate"] if self.gated else []
-        return {f"low_rank.{name}": getattr(args, name) for name in names}
+        unused = [] if self.low_rank else ["rank", "rank_attention", "rank_ffn", "activation"]
+        unused += [] if self.gated else ["lax_gate"]
+        for name in unused:
+            value, default = getattr(section, name), getattr(LowRank(), name)
+            want = f"{default!r} for {self.model_name}, where it has no effect"
+            require(value == default, f"low_rank.{name}", value, want)
 
 
 FAMILIES: dict[str, ModelFamily] = {

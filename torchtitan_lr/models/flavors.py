@@ -2,8 +2,8 @@
 """The shapes by name, common to all families, or from a file.
 
 Sources: ``60M`` to ``7B`` are CoLA's (Table 5), ``1B_boost``, ``3B``, ``13B`` and ``30B`` are
-BOOST's, ``8B`` is Llama 3.1's. CoLA's 1B has d_ff 5461, which no tensor-parallel degree divides;
-BOOST's 5472 is divisible by 2, 4 and 8. Ranks are d/4 but at 130M.
+BOOST's, ``8B`` is Llama 3.1's. CoLA's 1B has d_ff 5461, which no tensor-parallel degree divides and
+for which a GPU has slow products only; BOOST's 5472 is a multiple of 32. Ranks are d/4 but at 130M.
 """
 
 import copy

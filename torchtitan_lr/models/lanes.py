@@ -87,13 +87,8 @@ class _ShareChannels(torch.autograd.Function):
     """Forward partial reduction, backward partial reduction."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (b, s, g, d)
-        shared: int,
-        wide_sums: bool,
-        ranks: Ranks,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, shared, wide_sums, ranks = inputs  # (b, s, g, d)
         ctx.shared, ctx.wide_sums, ctx.ranks = shared, wide_sums, ranks
         owned = x.shape[2] > 1  # the sum over one lane is a view of x
         return spread(reduce(lane_sum(x, shared), ranks, owned=owned), x)

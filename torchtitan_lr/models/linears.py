@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchtitan_lr.models.recomputation import end_recomputation, keep
+from torchtitan_lr.models.low_rank_checkpoint import end_recomputation, keep
 
 
 class LowRankLinear(nn.Module):
@@ -76,7 +76,7 @@ def unpadded(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Forward W (σ(gate) · up), with a padded W that is not kept; backward repeats the product."""
+    """Forward W (σ(gate) · up), with a padded W that is not kept; backward repeats the bracket."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _GatedLinear(torch.autograd.Function):
             used = padded(weight, width, gate.shape[-1])
             return (F.linear(Gated(gate, up, silu).product(), used),)
 
-        # Low-rank checkpointing repeats up-projections.
+        # Low-rank checkpointing keeps the latent A (σ(gate) · up), and repeats up-projections.
         (out,) = compute() if up is None else keep(compute)
         return out
 

@@ -26,13 +26,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lanes import Lanes
 from torchtitan_lr.models.linears import Gated, LowRankLinear
-from torchtitan_lr.models.one_device import (
-    Group,
-    OutputProjection,
-    Planned,
-    TokenEmbedding,
-    use_plan,
-)
+from torchtitan_lr.models.one_device import Group, OutputProjection, Planned, TokenEmbedding
 from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
@@ -52,9 +46,9 @@ DENSE_STD = 0.02
 
 
 class Rows(NamedTuple):
-    """Which place each token has in its row, and what it attends to."""
+    """What attention must know of the rows of a batch: its tokens' places, and what they see."""
 
-    table: Tensor  # rotations of the tokens, see `apply_rope`
+    table: Tensor  # rotations by the tokens' places, see `apply_rope`
     mask: Mask | None = None  # of the documents, see `separate`; None is causal
     row_table: Tensor | None = None  # of the whole row, if the tokens are a part of it
 
@@ -169,7 +163,7 @@ class LlamaModel(ModelProtocol):
         self.norm: nn.Module | None = nn.RMSNorm(dim, eps=model_args.norm_eps)
         self.output: nn.Module | None = OutputProjection(dim, vocab_size, bias=False)
         if model_args.lanes > 1:
-            use_plan(self, Lanes(model_args))
+            Lanes(model_args).take_over(self)
         self.register_buffer("freqs_cis", self._build_freqs_cis(), persistent=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
@@ -191,24 +185,26 @@ class LlamaModel(ModelProtocol):
         # followed by the last block's latents.
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
-        table, mask, row_table = torch.view_as_real(self.freqs_cis), None, None
-        if documents is not None:
-            positions, mask = separate(documents, x.dtype, places)
-            table = table[positions]  # (b, s, head_dim / 2, 2)
-        if places is not None:
-            row_table = table
-            if documents is None:
-                table = table[places]
-            else:
-                index = torch.arange(len(places), device=places.device)[:, None]
-                table = table[index, places]
-        rows = Rows(table, mask, row_table)
+        rows = self._rows(documents, places, x.dtype)
         for block in self.layers.values():
             x, latents = block(x, rows, latents)
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out
         return x if latents is None else (x, *latents)
+
+    def _rows(self, documents: Tensor | None, places: Tensor | None, dtype: torch.dtype) -> Rows:
+        table, mask = torch.view_as_real(self.freqs_cis), None
+        if documents is not None:
+            positions, mask = separate(documents, dtype, places)
+            table = table[positions]  # (b, s, head_dim / 2, 2)
+        if places is None:
+            return Rows(table, mask)
+        row_table = table
+        if documents is None:
+            return Rows(row_table[places], mask, row_table)
+        row = torch.arange(len(places), device=places.device)[:, None]
+        return Rows(row_table[row, places], mask, row_table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LlamaModel":
         # A cast would round the rotary table (or drop its imaginary part), and materializing a
@@ -265,20 +261,16 @@ def separate(
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
     begins = torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
     positions = keys - torch.where(begins, keys, 0).cummax(dim=1).values
-    queries, owners = keys, documents
-    if places is not None:
-        queries, owners = places, documents.gather(1, places)
+    queries = keys if places is None else places
+    q = queries.shape[1]
 
     def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if places is None else places[row, query]
         return (query >= key) & (documents[row, query] == documents[row, key])
 
-    def is_seen_by_own(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return is_seen(row, head, queries[row, query], key)
-
-    q = queries.shape[1]
     if documents.device.type in BLOCK_MASK_DEVICES:
-        rule = is_seen if places is None else is_seen_by_own
-        return positions, create_attention_mask(rule, b, None, q, s, device=documents.device)
+        return positions, create_attention_mask(is_seen, b, None, q, s, device=documents.device)
+    owners = documents.gather(1, queries)
     seen = owners[:, :, None] == documents[:, None, :]
     seen &= queries[:, :, None] >= keys[:, None, :]
     mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device)
@@ -302,8 +294,8 @@ def build_freqs_cis(
     if scaling is not None:
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         span = scaling.high_freq_factor - scaling.low_freq_factor
-        keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-        frequencies = frequencies * (keep + (1 - keep) / scaling.scaling_factor)
+        unscaled = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / scaling.scaling_factor)
     positions = torch.arange(seq_len, dtype=torch.float64, device=frequencies.device)
     angles = torch.outer(positions, frequencies)
     return torch.complex(angles.cos().to(dtype), angles.sin().to(dtype))

@@ -35,6 +35,12 @@ class OneDevice:
 
     keeps_factors = True  # whether `down` gets SwiGLU's factors, not their product
 
+    def take_over(self, model: nn.Module) -> None:
+        """Let all of a model apply its weights by this plan."""
+        for module in model.modules():
+            if isinstance(module, Planned):
+                module.plan = self
+
     def embed(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         """Look tokens (b, s) up in weight (V, d): (b, s, d)."""
         return F.embedding(tokens, local(embedding.weight))
@@ -44,12 +50,14 @@ class OneDevice:
     ) -> list[Tensor]:
         """Return one output W x (b, s, d_out) per full-rank linear of x (b, s, d_in)."""
         x = x if norm is None else norm(x)
-        weights = [linear.weight for linear in linears]
-        widths = [used_width(weight, group.pads) for weight in weights]
-        if widths == [w.shape[0] for w in weights] and x.shape[-1] == weights[0].shape[1]:
-            return [linear(x) for linear in linears]
-        whole = Gated(x, None, False)
-        return [gated_linear(whole, w, width) for w, width in zip(weights, widths, strict=True)]
+        outputs = []
+        for linear in linears:
+            width = used_width(linear.weight, group.pads)
+            if width == linear.weight.shape[0] and x.shape[-1] == linear.weight.shape[1]:
+                outputs.append(linear(x))
+            else:
+                outputs.append(gated_linear(Gated(x, None, False), linear.weight, width))
+        return outputs
 
     def down(
         self,
@@ -59,14 +67,16 @@ class OneDevice:
         norm: nn.Module | None,
     ) -> list[Tensor]:
         """Return one latent A x (b, s, r) per linear of x (b, s, d_in)."""
+        # Without gradients nothing is kept, and torch 2.13 does not compile these Functions.
+        trains = torch.is_grad_enabled()
         if isinstance(x, Gated):
-            if torch.is_grad_enabled():
+            if trains:
                 return [gated_linear(x, linear.A.weight) for linear in linears]
             x = x.product()
         x = x if norm is None else norm(x)
-        if not torch.is_grad_enabled():  # as there, nothing is kept, and Functions do not compile
-            return [linear.A(x) for linear in linears]
-        return down_products(x, [linear.A.weight for linear in linears])
+        if trains:
+            return down_products(x, [linear.A.weight for linear in linears])
+        return [linear.A(x) for linear in linears]
 
     def mix(
         self, latents: Sequence[Tensor], carried: Sequence[Tensor], linears: Sequence[LowRankLinear]
@@ -93,12 +103,12 @@ class OneDevice:
             return [linear.B(h) for h, linear in zip(active, linears, strict=True)]
         outputs = []
         for h, linear, silu in zip(latents, linears, group.use_silu, strict=True):
-            b = linear.B
-            width = used_width(b.weight, group.pads)
-            if silu or width != b.weight.shape[0]:
-                outputs.append(gated_linear(Gated(h, None, silu), b.weight, width))
+            weight = linear.B.weight
+            width = used_width(weight, group.pads)
+            if silu or width != weight.shape[0]:
+                outputs.append(gated_linear(Gated(h, None, silu), weight, width))
             else:
-                outputs.append(b(h))
+                outputs.append(linear.B(h))
         return outputs
 
     def whole(self, latents: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -123,13 +133,6 @@ class Planned(nn.Module):
     """A module that applies weights as its plan does."""
 
     plan = OneDevice()
-
-
-def use_plan(model: nn.Module, plan: OneDevice) -> None:
-    """Let all of a model apply its weights by a plan."""
-    for module in model.modules():
-        if isinstance(module, Planned):
-            module.plan = plan
 
 
 class Group(Planned):

@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the package's own optimizers have in common."""
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -60,6 +61,14 @@ class OwnOptimizer(Optimizer):
 
 
 Item = TypeVar("Item")
+
+
+def alike(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Divide items into lists of those that have equal keys, in the order of their first ones."""
+    found: dict[Hashable, list[Item]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return list(found.values())
 
 
 def split_buckets(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Torchtitan's container of optimizers, and what builds it for each optimizer of the package."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,19 +9,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.optim.groups import rates_of, split
+from torchtitan_lr.optim.groups import param_groups
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.titan import logger
+from torchtitan_lr.titan import components, logger
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
-from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
 
 REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
 """Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
@@ -30,8 +28,8 @@ torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[tr
 """
 
 
-class NamedOptimizers(OptimizersContainer):
-    """Optimizers whose groups name their parameters, and whose state exists from the start.
+class NamedOptimizers(components.OptimizersContainer):
+    """Optimizers whose parameter groups have names, and whose state exists from the start.
 
     The state is saved by the names of parameters, so that it loads in any layout. Optimizers have
     no common parameter; each may have those of all model parts.
@@ -42,7 +40,9 @@ class NamedOptimizers(OptimizersContainer):
     def __init__(self, model_parts: list[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self.model_parts, self.optimizers = model_parts, list(optimizers)
         groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
-        init_optimizer_container(self, [p for group in groups for p in group["params"]], {})
+        components.init_optimizer_container(
+            self, [p for group in groups for p in group["params"]], {}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
@@ -65,21 +65,30 @@ class NamedOptimizers(OptimizersContainer):
                 local_part(own).copy_(local_part(state_dict[name]))
 
 
-class ConfiguredLR(LambdaLR):
-    """`LambdaLR` that loads only the step of a saved schedule.
+class ConfiguredRates(components.LRSchedulersContainer):
+    """torchtitan's schedules of learning rates, of which a checkpoint has the step alone.
 
-    The rate of the first resumed step is then the configured schedule's at that step. Torch's own
-    would go on with the saved base rates, whatever the configuration says.
+    So the rates of a resumed run are those that its own configuration gives the steps to come.
+    Torch's schedules would go on with the saved base rates, whatever the configuration says.
     """
 
+    def __init__(self, optimizers: components.OptimizersContainer, config: Any, steps: int) -> None:
+        self.schedulers = components.build_lr_schedulers(optimizers, config, steps).schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, which all schedules have in common."""
+        return {"last_epoch": self.schedulers[0].last_epoch}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the step of a saved schedule."""
+        """Set the optimizers' rates to those of a saved step."""
         step = state_dict["last_epoch"]
-        rates = [base * f(step) for base, f in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        counted = {"last_epoch": step, "_step_count": state_dict["_step_count"]}
-        super().load_state_dict(self.state_dict() | counted | {"_last_lr": rates})
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for schedule in self.schedulers:
+            schedule.last_epoch = step
+            groups = schedule.optimizer.param_groups
+            for group, base, factor in zip(
+                groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * factor(step)
 
 
 class ShardAdam(torch.optim.Adam):
@@ -130,17 +139,11 @@ def trained_parameters(*model_parts: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _grouped(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return torch's groups of parameters, with the rates of ``[optimizer]``."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    return split(parameters.items(), rates_of(config, shapes))
-
-
 def build_adam(
     model_parts: list[nn.Module], config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> NamedOptimizers:
     """Build Adam or AdamW for every parameter."""
-    adam = adam_with_state(_grouped(trained_parameters(*model_parts), config), config)
+    adam = adam_with_state(param_groups(trained_parameters(*model_parts), config), config)
     return NamedOptimizers(model_parts, [adam])
 
 
@@ -149,8 +152,8 @@ def beside_adamw(
 ) -> NamedOptimizers:
     """Build an optimizer for the matrices that its entry says, of all model parts, and AdamW.
 
-    ``of_matrices`` builds it from torch's groups of its named matrices, and the pairs A, B among
-    them. Gradients are those that FSDP2 or DDP leaves: `optim.gradients.StoredGradients`.
+    ``of_matrices`` builds it from the parameter groups of its matrices, and the pairs A, B among
+    them. Gradients are those that FSDP2 leaves: `optim.gradients.StoredGradients`.
     """
     parameters = trained_parameters(*model_parts)
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -160,9 +163,9 @@ def beside_adamw(
     optimizers: list[Optimizer] = []
     if matrices:  # a pipeline stage may have none
         pairs = [(parameters[a], parameters[b]) for a, b in chosen.pairs]
-        optimizers.append(of_matrices(_grouped(matrices, config), pairs))
+        optimizers.append(of_matrices(param_groups(matrices, config), pairs))
     if others:
-        optimizers.append(adam_with_state(_grouped(others, config), config))
+        optimizers.append(adam_with_state(param_groups(others, config), config))
     return NamedOptimizers(model_parts, optimizers)
 
 
@@ -179,13 +182,9 @@ def build_spectral(
             groups, config.name, pairs, momentum=options.momentum, nesterov=options.nesterov
         )
         logger.info("%s updates %d matrices of this rank", config.name, len(optimizer.matrices))
-        if gathered := sum(bool(matrix.rows) for matrix in optimizer.matrices):
-            weight = " and the weight" if optimizer.rule.weight_grams else ""
-            logger.info(
-                "%s gathers the momentum%s of %d matrices, whose rank (or shorter side) the "
-                "ranks split: more bytes per step than Gram matrices",
-                *(config.name, weight, gathered),
-            )
+        if split := sum(matrix.row_split is not None for matrix in optimizer.matrices):
+            why = "ranks split the rank (or shorter side): more bytes a step than Gram matrices"
+            logger.info("%s gathers %d of them, since %s", config.name, split, why)
         return optimizer
 
     return beside_adamw(model_parts, config, of_matrices)
@@ -199,12 +198,11 @@ def build_tsr(
     replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)
     parameters = [trained_parameters(part) for part in model_parts]
     optimizer = TSRAdam(
-        list(chain.from_iterable(_grouped(of_part, config) for of_part in parameters)),
+        list(chain.from_iterable(param_groups(of_part, config) for of_part in parameters)),
         TSRSettings.from_config(config),
         **{name: getattr(config, name) for name in ("beta1", "beta2", "eps")},
         group=replicas,
         stages=stages,
-        average=False,
         wire_dtype=REPLICAS_WIRE.get(model_parts[0]),
         order=[p for of_part in parameters for p in of_part.values()],
     )

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The optimizers, an entry each: no other room knows one by its name.
+"""The optimizers, an entry each. Other rooms ask the entry; `costs` alone has formulas by name.
 
 Commands read this file before torch is loaded, so it imports nothing of the package: an entry names
 its functions by paths, ``module:name``, or has those of a module that torch is imported for anyway.
@@ -58,22 +58,19 @@ class OptimizerEntry:
         object.__setattr__(self, "like", self.like or self.name)
 
 
-_SPECTRAL = OptimizerEntry(
-    "",
-    "torchtitan_lr.optim.containers:build_spectral",
-    cost="torchtitan_lr.costs.optimizer_costs:SpectralCost",
-    updates="factors",
-    splits_columns=True,
-    sends_state=True,
-    reads_groups=True,
-    keys=("optimizer.momentum", "optimizer.nesterov"),
-)
-_WHATEVER_THE_GRADIENT = {"training.max_norm": math.inf}  # updates have their size
-
-
-def _spectral(name: str, **facts: Any) -> OptimizerEntry:
-    defaults = facts.pop("defaults") | _WHATEVER_THE_GRADIENT
-    return replace(_SPECTRAL, name=name, like=name, defaults=defaults, **facts)
+def _spectral(name: str, updates: Updates, defaults: dict[str, Any]) -> OptimizerEntry:
+    return OptimizerEntry(
+        name,
+        "torchtitan_lr.optim.containers:build_spectral",
+        cost="torchtitan_lr.costs.optimizer_costs:SpectralCost",
+        updates=updates,
+        splits_columns=True,
+        sends_state=True,
+        reads_groups=True,
+        keys=("optimizer.momentum", "optimizer.nesterov"),
+        # The size of an update does not depend on the gradient's: nothing is clipped.
+        defaults=defaults | {"training.max_norm": math.inf},
+    )
 
 
 _ADAMW = OptimizerEntry(
@@ -99,23 +96,21 @@ ENTRIES: dict[str, OptimizerEntry] = {
     ),
     "Muon": _spectral(
         "Muon",
-        updates="matrices",
+        "matrices",
         # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum.
-        defaults={
-            "optimizer.lr": 1e-3,
-            "optimizer.weight_decay": 0.1,
-            "optimizer.nesterov": True,
-        },
+        {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
     ),
     "Spectron": _spectral(
         "Spectron",
+        "factors",
         # The middle of the paper's rates (arXiv 2602.12429); Emerging-Optimizers' momentum, decay.
-        defaults={"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
+        {"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
     ),
     "LoRAMuon": _spectral(
         "LoRAMuon",
+        "factors",
         # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
-        defaults={"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
+        {"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
     ),
 }
 """The optimizers by name; `register_optimizer` adds those from outside the package."""

@@ -94,20 +94,18 @@ def of_others(optimizer: Any) -> Rates:
     )
 
 
-def split(
-    named_parameters: Iterable[tuple[str, Tensor]], rates: Mapping[str, Rates]
-) -> list[dict[str, Any]]:
-    """Return torch's groups of named parameters, one for all that have the same rates.
+def param_groups(parameters: Mapping[str, Tensor], optimizer: Any) -> list[dict[str, Any]]:
+    """Return torch's parameter groups by ``[optimizer]``, one for all that have the same rates.
 
-    Groups without a rule come first, then those of the first rule; of each, those without decay.
+    Those without a rule come first, then those of the first rule; of each, those without decay.
     """
-    groups: dict[Rates, dict[str, Any]] = {}
-    for name, parameter in named_parameters:
-        own = rates[name]
-        group = {"params": [], "lr": own.lr, "weight_decay": own.weight_decay}
-        groups.setdefault(own, group)["params"].append((name, parameter))
-    order = sorted(groups, key=lambda own: (own.place, own.weight_decay > 0))
-    return [groups[own] for own in order]
+    rates = rates_of(optimizer, {name: tuple(p.shape) for name, p in parameters.items()})
+    distinct = list(dict.fromkeys(rates.values()))
+    found = []
+    for own in sorted(distinct, key=lambda own: (own.place, own.weight_decay > 0)):
+        named = [(name, p) for name, p in parameters.items() if rates[name] == own]
+        found.append({"params": named, "lr": own.lr, "weight_decay": own.weight_decay})
+    return found
 
 
 class LoggedRates:
@@ -129,13 +127,9 @@ class LoggedRates:
 
 
 def check_patterns(names: Iterable[str], optimizer: Any, shown: str) -> None:
-    """Refuse a pattern that is in no name of the model, or whose parameters earlier rules take."""
-    known, rules = list(names), read_rules(optimizer)
-    taken = {place_of(name, rules) for name in known}
+    """Refuse a pattern that is in no name of the model, or in those of earlier rules alone."""
+    rules = read_rules(optimizer)
+    taken = {place_of(name, rules) for name in names}
     for index, rule in enumerate(rules):
-        if index in taken:
-            continue
-        want = f"a regular expression that is found in a parameter's name, of {shown}"
-        if any(re.search(rule.pattern, name) for name in known):
-            want = "a table above those whose patterns take all of its parameters: the first counts"
-        raise ConfigError(f"{KEY}[{index}].pattern", rule.pattern, want)
+        want = f"what is found in a parameter's name, and no earlier pattern is, of {shown}"
+        require(index in taken, f"{KEY}[{index}].pattern", rule.pattern, want)

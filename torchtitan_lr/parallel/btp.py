@@ -66,8 +66,8 @@ from torchtitan_lr.collectives import (
 )
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated, summed_products
+from torchtitan_lr.models.low_rank_checkpoint import end_recomputation, keep
 from torchtitan_lr.models.one_device import Group
-from torchtitan_lr.models.recomputation import end_recomputation, keep
 from torchtitan_lr.parallel.paired import copy_to_ranks, gather_and_copy_to_ranks
 from torchtitan_lr.parallel.plan_parts import ROW_COLUMN, Plan, TPSettings
 
@@ -75,7 +75,7 @@ from torchtitan_lr.parallel.plan_parts import ROW_COLUMN, Plan, TPSettings
 class BTP(Plan):
     """The plan of the module's table."""
 
-    attention = feed_forward = ROW_COLUMN
+    factors = ROW_COLUMN
     shards_stream = True
     choices = frozenset({"grouping", "norm", "comm"})
 
@@ -174,12 +174,12 @@ class _OnlineDown(torch.autograd.Function):
         def reduced() -> tuple[Tensor]:
             statistic = how.start(sum_of_squares(x))  # S: (b, s)
             started = []
-            for group in how.messages(weights):
+            for message in how.messages(weights):
                 # (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ: A has r rows, and x has b·s.
-                rows = concatenated(group) * gamma
+                folded = concatenated(message) * gamma
                 # No name for the product itself: it would outlive the reduction, which runs during
                 # the next product.
-                started.append(how.start(F.linear(x, rows)))
+                started.append(how.start(F.linear(x, folded)))
             products.extend(wait(reduction) for reduction in started)
             return (torch.rsqrt(wait(statistic) / dim + eps),)
 
@@ -207,14 +207,14 @@ class _OnlineDown(torch.autograd.Function):
         dx = 2 * ds.unsqueeze(-1) * x  # (b, s, d/T)
         dgamma = torch.zeros_like(gamma, dtype=rstd.dtype)
         dweights: list[Tensor] = []
-        for dp, group in zip(dps, how.messages(weights), strict=True):
-            dx = dx + summed_products(dp, [weight * gamma for weight in group])
+        for dp, message in zip(dps, how.messages(weights), strict=True):
+            dx = dx + summed_products(dp, [weight * gamma for weight in message])
             # d(A ⊙ γ) = dPᵀ x: the gradients of both factors come from one product.
             dfolded = dp.flatten(0, 1).T @ x.flatten(0, 1)
-            parts = dfolded.split([weight.shape[0] for weight in group])
-            for part, weight in zip(parts, group, strict=True):
-                dgamma = dgamma + (part.to(rstd.dtype) * weight).sum(0)
-            dweights.extend(part * gamma for part in parts)
+            sizes = [weight.shape[0] for weight in message]
+            for own, weight in zip(dfolded.split(sizes), message, strict=True):
+                dgamma = dgamma + (own.to(rstd.dtype) * weight).sum(0)
+                dweights.append(own * gamma)
         return dx.to(x.dtype), dgamma.to(gamma.dtype), None, None, None, *dweights
 
 
@@ -241,8 +241,8 @@ class _Down(torch.autograd.Function):
 
         def reduced() -> tuple[Tensor, ...]:
             started = []  # each reduction runs during the next product
-            for group in how.messages(weights):
-                started.append(how.start(F.linear(x, concatenated(group))))
+            for message in how.messages(weights):
+                started.append(how.start(F.linear(x, concatenated(message))))
             return tuple(wait(reduction) for reduction in started)
 
         return keep(reduced)
@@ -357,14 +357,8 @@ class _SyncNorm(torch.autograd.Function):
     """Forward all-reduce of the statistic, backward all-reduce of its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (b, s, d/T)
-        gamma: Tensor,  # (d/T,)
-        dim: int,
-        eps: float,
-        ranks: Ranks,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, gamma, dim, eps, ranks = inputs  # (b, s, d/T), (d/T,)
         total = partial(reduce, ranks=ranks, owned=True)
         (rstd,) = keep(lambda: (torch.rsqrt(total(sum_of_squares(x)) / dim + eps),))
         rstd = rstd.unsqueeze(-1)  # (b, s, 1)
@@ -386,14 +380,8 @@ class _ScatteredNorm(torch.autograd.Function):
     """N = U · rstd, U the gathered γ ⊙ x; backward reduce-scatters dU and all-reduces <dU, U>."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (b, s, d/T)
-        gamma: Tensor,  # (d/T,)
-        dim: int,
-        eps: float,
-        ranks: Ranks,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, gamma, dim, eps, ranks = inputs  # (b, s, d/T), (d/T,)
         started = start_sum(sum_of_squares(x), ranks, owned=True)
         (gathered,) = all_gather([x * gamma], ranks, FEATURES)  # (b, s, d)
         rstd = torch.rsqrt(wait(started) / dim + eps).unsqueeze(-1)  # (b, s, 1)

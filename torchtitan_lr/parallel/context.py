@@ -24,8 +24,8 @@ from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import Gated, LowRankLinear, gated_linear
 from torchtitan_lr.models.llama import PLACES, Attend, Attention, Mask, Rows, attend, split_heads
+from torchtitan_lr.models.low_rank_checkpoint import checkpoint_block
 from torchtitan_lr.models.one_device import Group, OneDevice
-from torchtitan_lr.models.recomputation import checkpoint_block
 from torchtitan_lr.parallel.paired import paired
 from torchtitan_lr.titan.base import ParallelDims
 
@@ -75,27 +75,6 @@ def _own_sum(gradient: Tensor, ranks: Ranks, dim: int) -> Tensor:
 gather_row = paired("GatherRow", _row, _own_sum)
 
 
-def attend_from_chunks(
-    q: Tensor,  # (b, h, s/C, head_dim)
-    k: Tensor,  # (b, h_kv, s, head_dim), the row's, as v
-    v: Tensor,
-    mask: Mask | None,  # of the documents (`separate`), own tokens to the row's; None is causal
-    ranks: Ranks,
-    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,  # `attend_to_prefix`
-) -> Tensor:
-    """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim)."""
-    if mask is not None:
-        return attend(q, k, v, mask)
-    to_prefix = to_prefix or attend_to_prefix
-    early, late = q.chunk(2, dim=-2)  # (b, h, s/2C, head_dim)
-    own = [(ranks.rank, early), (2 * ranks.size - 1 - ranks.rank, late)]
-    outputs = []
-    for chunk, queries in own:
-        seen = (chunk + 1) * queries.shape[-2]
-        outputs.append(to_prefix(queries, k[:, :, :seen], v[:, :, :seen]))
-    return torch.cat(outputs, dim=-2)
-
-
 def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the output of the last tokens of a prefix of a row; arguments as for `attend`."""
     # Causal from the lower right. Torch's class of that bias, `CausalBias`, cannot be built under a
@@ -110,13 +89,33 @@ def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
+def attend_from_chunks(
+    q: Tensor,  # (b, h, s/C, head_dim)
+    k: Tensor,  # (b, h_kv, s, head_dim), the row's, as v
+    v: Tensor,
+    mask: Mask | None,  # of the documents (`separate`), own tokens to the row's; None is causal
+    ranks: Ranks,
+    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] = attend_to_prefix,
+) -> Tensor:
+    """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim)."""
+    if mask is not None:
+        return attend(q, k, v, mask)
+    early, late = q.chunk(2, dim=-2)  # (b, h, s/2C, head_dim)
+    own = [(ranks.rank, early), (2 * ranks.size - 1 - ranks.rank, late)]
+    outputs = []
+    for chunk, queries in own:
+        seen = (chunk + 1) * queries.shape[-2]
+        outputs.append(to_prefix(queries, k[:, :, :seen], v[:, :, :seen]))
+    return torch.cat(outputs, dim=-2)
+
+
 class GatheredAttention(Attend):
     """Attention of a rank's own queries to the keys and values of the whole row."""
 
     # Whether it gathers again in backward by itself. In a block that runs again in backward it
     # gathers there.
     repeats = True
-    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    to_prefix = staticmethod(attend_to_prefix)
 
     def __init__(self, ranks: Ranks, head_dim: int) -> None:
         super().__init__(head_dim)
@@ -132,8 +131,7 @@ class GatheredAttention(Attend):
         if not self.repeats:
             return attention(*arguments)
         # Torch's selective checkpoint would repeat once; a split backward needs it twice.
-        saved = {"save_attention": True, "save_attention_compiled": True}
-        out: Tensor = checkpoint_block(attention, *arguments, **saved)
+        out: Tensor = checkpoint_block(attention, *arguments, save_attention=True)
         return out
 
     def _from_keys(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:

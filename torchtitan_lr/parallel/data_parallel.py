@@ -2,9 +2,9 @@
 """Data parallelism with summed gradients: FSDP2, HSDP and replication.
 
 The trainer divides the loss by the valid tokens of the *global* batch, so every wrapper is set to
-sum. An optimizer that reduces over the replicas itself (TSR-Adam), or whose replicas train apart
-between outer steps, gets gradients summed over the shards only: FSDP2 wraps the model with the
-shard mesh, of size 1 under pure replication.
+sum. `round_on_the_wire` says in which dtypes gradients are summed and sent. Over the replicas they
+are summed by FSDP2, by a codec (TAGC), by an optimizer that sends less than them (TSR-Adam), or by
+nothing, where replicas train apart between outer steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,23 +41,22 @@ def apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
     """Apply FSDP2, HSDP, replication or nothing, according to the data-parallel degrees."""
-    # Mixed precision means the same in every layout, so that a model without data parallelism is
-    # wrapped too: weights, activations and the residual stream in ``mixed_precision_param``, master
-    # weights and sums of micro-batches in fp32, gradients sent in ``mixed_precision_reduce``.
-    # FSDP2 must not sum over the replicas if an optimizer or a compressor does, or if nobody does.
-    own = ENTRIES[job_config.optimizer.name].sums_replicas or job_config.outer.every > 0
-    owned = parallel_dims.dp_replicate_enabled and own
+    training, shards = job_config.training, parallel_dims.fsdp_enabled
+    replicates = parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
-    training = job_config.training
-    mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
+    # FSDP2 must not sum over the replicas if an optimizer does, or nobody.
+    others_sum = ENTRIES[job_config.optimizer.name].sums_replicas or job_config.outer.every > 0
+    apart = replicates and others_sum
+    # Mixed precision means the same in every layout, so that a model without data parallelism is
+    # wrapped too.
+    casts = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     mesh = None  # of the ranks over which FSDP2 sums
-    if parallel_dims.fsdp_enabled or owned:
-        names = ["fsdp"]
-        if parallel_dims.dp_replicate_enabled and not (owned or compresses):
-            names = ["dp_replicate", "fsdp"]
-        mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
+    if shards or apart:
+        mesh = mesh_of(parallel_dims, "fsdp")  # of size 1 under pure replication
+        if replicates and not (apart or compresses):
+            mesh = parallel_dims.get_mesh(["dp_replicate", "fsdp"])
         shard_units(model, mesh, parallel_dims, job_config)
-    elif parallel_dims.dp_replicate_enabled or mixed:
+    elif replicates or casts:
         # Not torchtitan's DDP path: it averages gradients of a loss that is already divided, which
         # are then too small by a factor of the number of replicas.
         mesh = mesh_of(parallel_dims, "dp_replicate")
@@ -66,19 +65,26 @@ def apply_data_parallel(
     sum_gradients(model)
     if mesh is not None:
         logger.info("Gradients are summed over %s", mesh)
-    if compresses and parallel_dims.fsdp_enabled:
-        # Over the slower links only: those between hosts, if there are any.
-        crosses_hosts = parallel_dims.dp_replicate_enabled
-        slower = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
-        settings = compression_settings(job_config, slower.size())
-        apply_gradient_compression(model, slower, settings, all_reduce=crosses_hosts)
-    elif compresses:
-        logger.info("Gradient compression: nothing to exchange without FSDP")
+    if compresses:
+        compress_gradients(model, parallel_dims, job_config)
     if training.mixed_precision_reduce == "bfloat16":
-        if owned:
+        if apart:
             REPLICAS_WIRE[model] = torch.bfloat16
         if mesh is not None and mesh.size() > 1:
             round_on_the_wire(model)
+
+
+def compress_gradients(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
+    """Exchange gradients by a codec over the slower links: between hosts, if there are several."""
+    if not parallel_dims.fsdp_enabled:
+        logger.info("Gradient compression: nothing to exchange without FSDP")
+        return
+    crosses_hosts = parallel_dims.dp_replicate_enabled
+    slower = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
+    settings = compression_settings(job_config, slower.size())
+    apply_gradient_compression(model, slower, settings, all_reduce=crosses_hosts)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -99,14 +105,13 @@ def shard_units(
     if ENTRIES[job_config.optimizer.name].splits_columns:
         options["shard_placement_fn"] = split_outside_rank(model, mesh.shape[-1])
     # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
-    reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
-    # Backward needs the head first: resharding it after forward would only cause another
-    # all-gather.
+    reshards = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
+    # Backward needs the head first: resharding it would only cause another all-gather.
     always = job_config.parallelism.fsdp_reshard_after_forward == "always"
     units = units_of(model)
     for unit in (*units, model):
-        reshards = always if unit is model.output else reshard
-        fully_shard(unit, reshard_after_forward=reshards, **options)
+        after = always if unit is model.output else reshards
+        fully_shard(unit, reshard_after_forward=after, **options)
     if parallel_dims.fsdp_enabled:
         # FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the unit
         # before only as far as the host is ahead of the device, which it is not where kernels are
@@ -134,8 +139,7 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
     """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
-    # Its ``reduce_dtype`` is that in which micro-batches are added up. `send_in` sets another dtype
-    # for the wire.
+    # Its ``reduce_dtype`` is that in which micro-batches are added up; see `round_on_the_wire`.
     param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     # The embedding's output has their dtype, and so have all activations after it. A cast of a
     # block's arguments would change nothing but the rotary table, which it would round.
@@ -163,7 +167,25 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def round_on_the_wire(model: nn.Module) -> None:
-    """Let every FSDP2 or replicated module send its gradients in bf16."""
+    """Let every FSDP2 or replicated module send its gradients in bf16, the wire's dtype.
+
+    What ranks sum is in the wire's dtype, ``training.mixed_precision_reduce``. Micro-batches are
+    added up in fp32, but under 1. in ``training.dtype``, that of the stored gradients:
+
+    1. FSDP2 casts each micro-batch's gradient to the wire's dtype, sums it over the shards in that
+       dtype, and adds the sum to the stored gradient.
+    2. HSDP does the same within the shards; behind the last micro-batch it rounds the fp32 total to
+       the wire's dtype once, and sums it over the replicas in that dtype.
+    3. Replication adds whole gradients up in fp32, and casts and sums the total over the replicas.
+    4. A codec of TAGC gets an fp32 total, rounds what it sends itself and keeps the rest in its
+       residual; owners add in fp32. HSDP's shards are summed before it, in the wire's dtype.
+    5. TSR-Adam gets FSDP2's sums of the shards, projects them and adds cores up in fp32, and casts
+       and sums cores and dense gradients over the replicas once.
+
+    Reducing each micro-batch, or each round of a pipeline, over the replicas by itself would round
+    each, and send the bytes as often. It would also feed a codec's residual back within a step, and
+    refresh TSR-Adam's bases from a part of the gradient.
+    """
     for module in fsdp_modules([model]):
         compressor = COMPRESSORS.get(module)
         # A codec gets unrounded gradients, and keeps what it rounds off in its residual.

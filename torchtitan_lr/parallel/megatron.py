@@ -34,8 +34,8 @@ from torchtitan_lr.models.linears import (
     down_products,
     summed_products,
 )
+from torchtitan_lr.models.low_rank_checkpoint import end_recomputation, keep
 from torchtitan_lr.models.one_device import Group
-from torchtitan_lr.models.recomputation import end_recomputation, keep
 from torchtitan_lr.parallel.paired import (
     gather_and_copy_to_ranks,
     kept,
@@ -51,7 +51,7 @@ class Megatron(Plan):
 
     # Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
     # the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
-    attention = feed_forward = COLUMN_ROW
+    factors = COLUMN_ROW
     low_rank = False
     choices = frozenset({"comm"})
 
@@ -80,7 +80,7 @@ class Megatron(Plan):
 class Vanilla(Plan):
     """The fair vanilla plan, in which each rank computes its own heads."""
 
-    attention = feed_forward = COLUMN_ROW
+    factors = COLUMN_ROW
     choices = frozenset({"grouping"})
 
     def down(
@@ -104,8 +104,8 @@ class Vanilla(Plan):
         # Outputs are (b, s, d_out), replicated; q, k and v (b, s, d_out/T), Shard(-1), if a rank
         # has its heads. Each product is reduced before the next one exists: only one of them has
         # its full width.
-        keeps_heads = self.shards_heads and group.name == "qkv"
-        total = reduce_scatter_to_ranks if keeps_heads else reduce_from_ranks
+        own_heads = self.shards_heads and group.name == "qkv"
+        total = reduce_scatter_to_ranks if own_heads else reduce_from_ranks
         outputs = []
         for h, linear in zip(activated(latents, group.use_silu), linears, strict=True):
             outputs.append(total(F.linear(h, local(linear.B.weight)), self.ranks))
@@ -123,7 +123,7 @@ class CAAT(Plan):
 
     # A block sends the shared channels alone, behind its row-parallel linears: each lane's stream
     # is an input of its own, and only the norms' weights, which are Replicate, are shared.
-    attention = feed_forward = COLUMN_ROW
+    factors = COLUMN_ROW
     low_rank = False
     lanes = True
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, own_slice, reduce
-from torchtitan_lr.models.recomputation import keep
+from torchtitan_lr.models.low_rank_checkpoint import keep
 
 
 def paired(

@@ -10,10 +10,10 @@ from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import errors_in_place
 from torchtitan_lr.models.one_device import OutputProjection
+from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.parallel.context import apply_context_parallel, context_ranks
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
-from torchtitan_lr.parallel.recompute import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 

@@ -1,9 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a tensor-parallel plan is: where the weights stand, and how its ranks apply them.
 
-Every parameter becomes a DTensor, also one that stays whole. Activations stay plain local tensors:
-a plan reads weights by `local` and calls the collectives itself, which spares DTensor's dispatch
-per operation and compiles as one graph.
+`Plan.styles` is the plan that `parallelize_module` applies: every parameter becomes a DTensor, also
+one that stays whole. Activations stay plain local tensors: a plan reads weights by `local` and
+calls the collectives itself, which spares DTensor's dispatch per operation and compiles as one
+graph.
+
+A replicated parameter gets its whole gradient on every rank during backward; nothing is summed
+afterwards. If all ranks apply it to the same activations, each computes the whole gradient. If a
+rank has its own (token shards, lanes, latents of r/T), its gradient is one term: the parameter goes
+through `copy_to_ranks`, whose backward sums the terms. Norms do this in `normalize`, LaX's learned
+gates in `Plan.gates`; no other parameter is replicated.
 """
 
 from collections import defaultdict
@@ -64,16 +71,14 @@ class Placed(ParallelStyle):
 class Plan(OneDevice):
     """A plan; this one's ends are for a residual stream that every rank has whole, or by tokens."""
 
-    # Of the linears. If A is Shard(0), a rank holds r/T features of its latents, and sends these
-    # to the next stage.
-    attention: ClassVar[Factors]
-    feed_forward: ClassVar[Factors]
+    # If A is Shard(0), a rank holds r/T features of its latents, and sends these to the next stage.
+    factors: ClassVar[Factors]
     low_rank: ClassVar[bool] = True  # whether it splits factorised linears, or dense ones
     lanes: ClassVar[bool] = False  # whether it is for models with CAAT-Net's lanes
     # Whether a rank holds d/T features of the residual stream and of the norms' weights, and sends
     # them to the next stage.
     shards_stream: ClassVar[bool] = False
-    shards_heads: ClassVar[bool] = True  # whether a rank computes its share of the heads, or all
+    shards_heads: ClassVar[bool] = True  # whether a rank computes its own heads alone, or all
     choices: ClassVar[Set[str]] = frozenset()  # fields of `TPSettings` with an effect
     keeps_factors = False
 
@@ -92,7 +97,7 @@ class Plan(OneDevice):
             return Shard(0) if cls.shards_stream else Replicate()
         if name.endswith(".gate"):
             return Replicate()
-        first, second = cls.attention if ".attention." in name else cls.feed_forward
+        first, second = cls.factors
         ends = (".B.weight",) if cls.low_rank else (".wo.weight", ".w2.weight")
         return second if name.endswith(ends) else first
 
@@ -108,19 +113,15 @@ class Plan(OneDevice):
     @classmethod
     def widths(cls, args: LlamaArgs) -> dict[str, int]:
         """Return the widths of sharded dimensions, which T must divide, by name."""
-        widths: dict[str, int] = {}
+        widths = {"dim": args.dim, "vocab_size": args.vocab_size}  # of embedding and head
         if cls.shards_heads:
             widths |= {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
-        widths["dim"] = args.dim  # of the embedding, in every plan
-        for group, factors in (("attention", cls.attention), ("ffn", cls.feed_forward)):
-            # The ranks split d_in of A or d_out of B; at full rank, the width of a pair.
-            outside = ROW_COLUMN if cls.low_rank else COLUMN_ROW
-            if factors[0] == outside[0] or factors[1] == outside[1]:
-                name = "kv_dim" if group == "attention" else "ffn_dim"
-                widths[name] = getattr(args, name)
-            if cls.low_rank and (factors[0] == Shard(0) or factors[1] == Shard(1)):
-                widths[f"rank_{group}"] = getattr(args, f"rank_{group}")
-        widths["vocab_size"] = args.vocab_size  # of the head, in every plan
+        # The ranks split d_in of A or d_out of B; at full rank, the width of a pair.
+        outside = ROW_COLUMN if cls.low_rank else COLUMN_ROW
+        if cls.factors[0] == outside[0] or cls.factors[1] == outside[1]:
+            widths |= {"kv_dim": args.kv_dim, "ffn_dim": args.ffn_dim}
+        if cls.low_rank and (cls.factors[0] == Shard(0) or cls.factors[1] == Shard(1)):
+            widths |= {"rank_attention": args.rank_attention, "rank_ffn": args.rank_ffn}
         return widths
 
     def embed(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
@@ -129,10 +130,9 @@ class Plan(OneDevice):
         return scatter_to_ranks(x, self.ranks, TOKENS) if self.sequence else x
 
     def gates(self, linears: Sequence[LowRankLinear]) -> list[Tensor | None]:
-        """Return LaX's gates, whose gradients are summed if a rank holds a part of each latent."""
-        # In shards along r or the tokens.
+        """Return LaX's gates; their gradients are summed if latents are sharded (r or tokens)."""
         gates = {i: local(m.gate) for i, m in enumerate(linears) if m.gate is not None}
-        if gates and (self.sequence or self.attention[0] == Shard(0)):
+        if gates and (self.sequence or self.factors[0] == Shard(0)):
             # One collective for the group.
             copies = copy_to_ranks(torch.cat(list(gates.values())), self.ranks).split(1)
             gates = dict(zip(gates, copies, strict=True))

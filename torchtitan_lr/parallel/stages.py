@@ -6,7 +6,7 @@ gradients are too large by the number of tokens. Here the loss function divides.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import Shard
 
 from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.pipelining import (
@@ -29,7 +30,7 @@ from torchtitan_lr.compat.pipelining import (
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.plan_parts import TPSettings
-from torchtitan_lr.parallel.plans import Boundary, stage_boundary, tp_settings
+from torchtitan_lr.parallel.plans import PLANS, tp_settings
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 from torchtitan_lr.titan.base import (
     TORCH_DTYPE_MAP,
@@ -93,6 +94,24 @@ class Stage(PipelineStage):
     get_bwd_send_ops = _marked("get_bwd_send_ops", -1, "backward")
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """A rank's message to the next pipeline stage for one sequence: ``rows`` rows."""
+
+    rows: int  # s, or s/T if tokens are sharded
+    stream: int  # elements of the residual stream per row: the rank's share, divided by the rows
+    latents: tuple[int, ...]  # elements of each latent per row; empty if none are sent
+    # Tokens whose stream shards are in a row: T if the latents are token-sharded and the stream is
+    # feature-sharded.
+    tokens_per_row: int = 1
+    lanes: int = 0  # streams (b, s, lanes, d) on the rank; 0 without this dimension
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and elements of a row."""
+        return self.rows, self.stream + sum(self.latents)
+
+
 def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
     """Add hooks to a model part so that it receives and sends one tensor per boundary, in place."""
     # Eight small messages, of LaX's stream and latents, would each cost a latency.
@@ -146,10 +165,6 @@ class Pipeline:
         loss: Tensor = self.loss_fn(prediction, labels) / self.tokens
         return loss
 
-    def boundaries(self, seq_len: int) -> list[Boundary]:
-        """Return the boundaries between the stages, for sequences of ``seq_len``."""
-        return stage_boundaries(self.job_config, self.args, seq_len, self.settings)
-
     @property
     def stages(self) -> int:
         """Number of stages of all ranks."""
@@ -161,10 +176,9 @@ class Pipeline:
         # FSDP and compilation, before the first step.
         empty = partial(torch.empty, device="meta")
         dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
-        messages = [
-            empty((batch, *boundary.shape), dtype=dtype, requires_grad=True)
-            for boundary in self.boundaries(seq_len)
-        ]
+        messages = []
+        for boundary in stage_boundaries(self.job_config, self.args, seq_len, self.settings):
+            messages.append(empty((batch, *boundary.shape), dtype=dtype, requires_grad=True))
         tokens = empty((batch, seq_len), dtype=torch.int64)
         loss = empty((), dtype=torch.promote_types(dtype, torch.float32))
         stage = Stage(
@@ -261,7 +275,7 @@ def pipeline_llama(
     pipeline.schedule = schedule
     pipeline.parts = dict(zip(pipeline.parts, model_parts, strict=True))  # parallelized
     # None in front of the first stage and behind the last one.
-    boundaries = [None, *pipeline.boundaries(seq_len), None]
+    boundaries = [None, *stage_boundaries(job_config, args, seq_len, settings), None]
     for index, part in pipeline.parts.items():
         pack_messages(part, boundaries[index], boundaries[index + 1])
     return pipeline, model_parts, has_first, has_last
@@ -270,9 +284,40 @@ def pipeline_llama(
 def stage_boundaries(
     job_config: JobConfig, args: LlamaArgs, seq_len: int, settings: TPSettings
 ) -> list[Boundary]:
-    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``."""
-    degree = job_config.parallelism.tensor_parallel_degree
-    return [
-        stage_boundary(args, settings, degree, seq_len, latents=0 < before < args.n_layers)
-        for before in layers_before_boundaries(job_config, args.n_layers)
-    ]
+    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``.
+
+    LaX also sends the seven latents that the next block mixes in, if there are blocks on both
+    sides: without them the model's output would depend on the stage split.
+
+    ============================  =====  ======  =======================
+    plan                          rows   stream  latents (LaX), 7 of
+    ============================  =====  ======  =======================
+    none (T = 1)                  s      d       r
+    none, G lanes at full rank    s      Gd      full rank has none
+    caat, G lanes                 s      Gd/T    full rank has none
+    btp                           s      d/T     r (replicated)
+    btp, ``comm = "sequence"``    s/T    d       r (token-sharded)
+    vanilla, vanilla_replicated   s      d       r/T (feature-sharded)
+    megatron                      s      d       full rank has none
+    megatron, ``"sequence"``      s/T    d       full rank has none
+    ============================  =====  ======  =======================
+    """
+    degree = job_config.parallelism.tensor_parallel_degree  # T
+    plan = PLANS[settings.plan]
+    latents = (args.rank_attention,) * 4 + (args.rank_ffn,) * 3
+    if degree > 1 and plan.factors[0] == Shard(0):  # of A, along r
+        latents = tuple(rank // degree for rank in latents)
+    if args.lanes > 1:
+        lanes = args.lanes // degree
+        boundary = Boundary(seq_len, lanes * args.dim, (), lanes=lanes)
+    elif degree > 1 and settings.comm == "sequence":
+        tokens_per_row = degree if plan.shards_stream else 1
+        boundary = Boundary(seq_len // degree, args.dim, latents, tokens_per_row)
+    else:
+        stream = args.dim // degree if plan.shards_stream else args.dim
+        boundary = Boundary(seq_len, stream, latents)
+    found = []
+    for before in layers_before_boundaries(job_config, args.n_layers):
+        mixes = args.model_family.carries_latents and 0 < before < args.n_layers
+        found.append(boundary if mixes else replace(boundary, latents=()))
+    return found

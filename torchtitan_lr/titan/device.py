@@ -53,8 +53,8 @@ CPU_DEVICE = SimpleNamespace(
 
 
 def has_accelerator() -> bool:
-    """Return whether a CUDA (or ROCm) or XPU device is available."""
-    return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+    """Return whether a GPU of CUDA or ROCm is available."""
+    return torch.cuda.is_available()
 
 
 def peak_flops(device_name: str) -> float:

@@ -54,7 +54,11 @@ def _told() -> Iterator[None]:
 
 
 class CheckpointManager(TitanCheckpointHooks):
-    """DCP checkpoints of model, optimizer, schedule, data position and train state."""
+    """DCP checkpoints of model, optimizer, schedule, data position and train state.
+
+    Moments and steps are loaded; rates and other hyperparameters are the configured ones: see
+    `load_state_dict` of `optim.containers.NamedOptimizers` and `ConfiguredRates`.
+    """
 
     async_mode: AsyncMode
     sd_adapter: Any
@@ -87,7 +91,7 @@ class CheckpointManager(TitanCheckpointHooks):
         super().save(curr_step, last_step)
         if due:
             in_background = self.async_mode != AsyncMode.DISABLED and not last_step
-            how = "started in the background" if in_background else "saved"
+            how = "copied for a background write" if in_background else "saved"
             folder, seconds = self.checkpoint_folder(curr_step), time.perf_counter() - started
             console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
         if last_step and self.enable and not self.load_only:
@@ -121,7 +125,7 @@ class CheckpointManager(TitanCheckpointHooks):
         record = Record(self._states_of(state_dict), self.run)
         writer = saving.StepWriter(checkpoint_id, record, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer, planner=saving.SavePlanner())
+            dcp.save(state_dict, storage_writer=writer)
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
@@ -134,7 +138,6 @@ class CheckpointManager(TitanCheckpointHooks):
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
-            planner=saving.SavePlanner(),
             process_group=self.pg,
             async_checkpointer_type=way,
             async_stager=self.stager,

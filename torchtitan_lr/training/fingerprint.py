@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import OUTER, RESIDUALS, TRAIN_STATE
 from torchtitan_lr.checkpoints.run_record import data_ranks
+from torchtitan_lr.config import schema
 from torchtitan_lr.config.files import read_regular
-from torchtitan_lr.config.schema import OPTIMIZER, meanings
 from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
 from torchtitan_lr.optim.entries import like, unread_keys
 
 if TYPE_CHECKING:  # checks use this before torch is loaded
     from torchtitan_lr.models.args import LlamaArgs
 
-TOKENIZER = "model.hf_assets_path"
-"""Key of the tokenizer's digest."""
+TOKENIZER = "model.hf_assets_path"  # key of the tokenizer's digest
 
-_SHAPE = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
+_KEYS = {"family": "model.name", "max_seq_len": "training.seq_len", "init_seed": "debug.seed"}
+"""Keys of a model's arguments that have another name in the configuration."""
 
 
 def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str, dict[str, Any]]:
@@ -39,8 +39,8 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
     if isinstance(args, LlamaArgs):
         identity["model"] = model_fingerprint(args) | {TOKENIZER: tokenizer}
     unread = unread_keys(config.optimizer.name)
-    for key, meaning in meanings().items():
-        if meaning is OPTIMIZER and not key.startswith(unread):
+    for key, meaning in schema.meanings().items():
+        if meaning is schema.OPTIMIZER and not key.startswith(unread):
             identity["optimizer"][key] = operator.attrgetter(key)(config)
     rule = identity["optimizer"]["optimizer.name"] = like(config.optimizer.name)
     if config.outer.every:
@@ -49,29 +49,28 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
     layout, section = config.parallelism, config.grad_compression
     shards = data_ranks(config, ranks) // layout.data_parallel_replicate_degree
     if section.codec != "none" and shards * layout.context_parallel_degree > 1:
-        # A residual belongs to one rank's part of the batch, and is flat.
-        identity[RESIDUALS] = {"NGPU": ranks, "optimizer.name": rule}
-        for kind in ("tensor_parallel", "context_parallel", "data_parallel_replicate"):
-            key = f"{kind}_degree"
-            identity[RESIDUALS][f"parallelism.{key}"] = getattr(layout, key)
-        identity[RESIDUALS]["parallelism.tp_plan"] = layout.tp_plan
-        for key in ("layers", "min_size"):
-            identity[RESIDUALS][f"grad_compression.{key}"] = getattr(section, key)
+        of_layout = {key: operator.attrgetter(key)(config) for key in schema.OF_RESIDUALS}
+        identity[RESIDUALS] = {"NGPU": ranks, "optimizer.name": rule} | of_layout
     return identity
 
 
 def model_fingerprint(args: "LlamaArgs") -> dict[str, Any]:
-    """Return the settings that define the model's function, as JSON values.
+    """Return the arguments that define the model's function, by key, as JSON values.
 
-    The length of the rotary table, the seed and the precision of backward's sums do not change it.
+    They are those whose keys have the meaning `MODEL`.
     """
-    scaling = args.rope_scaling
-    shape = {name: getattr(args, name) for name in _SHAPE}
-    shape |= {"n_kv_heads": args.kv_heads, "rope_scaling": scaling and dataclasses.asdict(scaling)}
-    fingerprint: dict[str, Any] = {"model.name": f"llama_{args.family}"}
-    fingerprint |= {f"model.{name}": value for name, value in shape.items()}
-    fingerprint |= args.model_family.fingerprint(args)
-    return fingerprint | {"caat.lanes": args.lanes, "caat.sync_fraction": args.sync_fraction}
+    values = dataclasses.asdict(args)
+    del values["_enforced"]  # torchtitan's, of no model
+    values |= {"family": args.model_family.model_name, "n_kv_heads": args.kv_heads}
+    sections: dict[str, str] = {}
+    for section, declared in (("low_rank", schema.LowRank), ("caat", schema.Caat)):
+        sections |= {option.name: section for option in dataclasses.fields(declared)}
+    fingerprint: dict[str, Any] = {}
+    for name, value in values.items():
+        key = _KEYS.get(name, f"{sections.get(name, 'model')}.{name}")
+        if schema.meaning_of(key) is schema.MODEL:
+            fingerprint[key] = value
+    return fingerprint
 
 
 def tokenizer_digest(assets_path: str) -> str:

@@ -1,33 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """One torchtitan TrainSpec per model family; importing this module registers them."""
 
-from typing import Any
-
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
-from torchtitan_lr.optim.containers import ConfiguredLR
+from torchtitan_lr.optim.containers import ConfiguredRates
 from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.parallel.stages import pipeline_llama
-from torchtitan_lr.titan import components
-from torchtitan_lr.titan.components import LRSchedulersContainer, OptimizersContainer
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, TrainSpec, register_train_spec
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
-
-
-def build_lr_schedulers(
-    optimizers: OptimizersContainer, config: Any, steps: int
-) -> LRSchedulersContainer:
-    """Build torchtitan's schedules; a resumed run loads only their step."""
-    schedulers = components.build_lr_schedulers(optimizers, config, steps)
-    for scheduler in schedulers:
-        scheduler.__class__ = ConfiguredLR
-    return schedulers
 
 
 def register_model_family(family: ModelFamily) -> None:
@@ -45,7 +31,7 @@ def register_model_family(family: ModelFamily) -> None:
         parallelize_fn=parallelize_llama,
         pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
+        build_lr_schedulers_fn=ConfiguredRates,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=None,  # ranks read prepared tokens
         build_loss_fn=build_loss,

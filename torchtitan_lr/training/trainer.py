@@ -25,8 +25,7 @@ from torchtitan_lr.compression.units import Residuals, compressors_of
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch, moved
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.ledger.scopes import OUTER
+from torchtitan_lr.ledger.ledger import OUTER, CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
@@ -126,7 +125,7 @@ class Trainer(TitanTrainer):
         seconds = self.metrics_processor.data_loading_times
         self.reader = StepReader(self.dataloader, dims, self.device, seconds)
         pipeline = self.pp_schedule if dims.pp_enabled else None
-        self.origin = Origin(self.model_parts, pipeline, dims.cp_enabled, self.device)
+        self.origin = Origin(self.model_parts, pipeline, dims, self.device)
         eager = why_eager(config, self.device.type)
         if self.device.type == "cuda" and config.training.step_graph != "off":
             how = f"eager: {eager}" if eager else "captured after the first steps"
@@ -156,7 +155,7 @@ class Trainer(TitanTrainer):
                 self.train_step(batches)
                 self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
                 if self._validates():
-                    self.validator.validate(self.model_parts, self.step)
+                    self.validate()
                 for profiler in profiling:
                     profiler.step()
                 if self.step == self._first_step + 1:  # all ranks have ended it
@@ -307,6 +306,13 @@ class Trainer(TitanTrainer):
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", self.step, what)
 
+    def validate(self) -> None:
+        """Validate; a run that is stopped while a read does not return ends."""
+        self.validator.stopping = self.dataloader.stopping
+        self.validator.validate(self.model_parts, self.step)
+        if self.validator.cut:
+            self.stopped_by = self.stop.name or "a signal on another rank"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the train state; tokens are summed over ranks, so any dp size can resume."""
         return {
@@ -338,7 +344,7 @@ class Trainer(TitanTrainer):
         # The previous run may have been stopped between a save and its validation. Rank 0 alone
         # has a history.
         if self.step and self._validates() and not from_first_rank(self._has_validated()):
-            self.validator.validate(self.model_parts, self.step)
+            self.validate()
 
     def write_record(self) -> bool:
         """Write the run's configuration into the dump folder; return whether losses change."""

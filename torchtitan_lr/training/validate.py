@@ -5,6 +5,8 @@ torchtitan averages per batch, which weights a short batch like a full one.
 """
 
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.corpus import ValidationSet, moved
+from torchtitan_lr.data.corpus import Batch, ValidationSet, moved
+from torchtitan_lr.data.dataloader import ended
 from torchtitan_lr.data.prepare import open_rows
 from torchtitan_lr.errors import require
 from torchtitan_lr.models.llama import loss_arguments
@@ -52,7 +55,9 @@ class Validator(BaseValidator):
         sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
         self.validation_set = ValidationSet(open_rows(job_config, "validation"), *sizes)
         self.last_loss: float | None = None  # nats per token
-        self._entropy: float | None = None
+        self.stopping: Callable[[], bool] = lambda: False  # whether a signal has come
+        self.cut = False  # whether a rank's read had not ended when the run was stopped
+        self._thread = ThreadPoolExecutor(1)
 
     def should_validate(self, step: int) -> bool:
         """Validate every ``validation.freq`` steps and after the last; see ``first_step``."""
@@ -62,43 +67,42 @@ class Validator(BaseValidator):
         return first or step % section.freq == 0 or step == self.job_config.training.steps
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Compute and log the validation loss and perplexity."""
+        """Compute and log the validation loss and perplexity, unless it is ``cut``."""
         started = time.perf_counter()
         with self.validation_context():
-            loss_sum, total = self._summed(model_parts)
+            loss_sum, total, entropy = self._summed(model_parts)
+        if self.cut:
+            return
         dataset = self.job_config.validation.dataset
         want = "a corpus with labels in its first batches: every one here is ignored"
         require(total, "validation.dataset", dataset, want)
         self.last_loss = loss_sum / total
-        if self._entropy is None:
-            vocabulary: Any = model_parts[0].model_args
-            self._entropy = self._unigram_entropy(vocabulary.vocab_size)
         self.metrics_processor.log_validation(
             self.last_loss,
             step,
             extra_metrics={
                 "validation_metrics/perplexity": perplexity(self.last_loss),
                 "validation_metrics/tokens": total,
-                UNIGRAM_ENTROPY: self._entropy,
+                UNIGRAM_ENTROPY: entropy,
                 VALIDATION_SECONDS: time.perf_counter() - started,
             },
         )
 
     @torch.no_grad()
-    def _summed(self, model_parts: list[nn.Module]) -> tuple[float, float]:
-        """Sum the loss over all valid tokens of all ranks; return it and their number.
-
-        Context-parallel ranks have the same rows (b, s), of which each computes its tokens.
-        """
+    def _summed(self, model_parts: list[nn.Module]) -> tuple[float, float, float]:
+        """Sum the loss over all valid tokens of all ranks; return it, their number and entropy."""
         for model in model_parts:
             model.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
-        num_tokens = torch.zeros_like(loss_sum)
+        vocabulary: Any = model_parts[0].model_args
+        counts = torch.zeros(vocabulary.vocab_size, dtype=torch.int64)  # of each label
         context, length = context_ranks(self.parallel_dims), len(self.validation_set)
-        shown = dist.get_rank() == 0
-        for rows in progress(self.validation_set, "validation", length, shown=shown):
-            batch = own_tokens(rows, context)
-            num_tokens += (batch[1] != IGNORE_INDEX).sum().item()
+        batches = self._batches()
+        if dist.get_rank() == 0:
+            batches = progress(batches, "validation", length)
+        for rows in batches:
+            batch = own_tokens(rows, context)  # of rows (b, s) that context-parallel ranks share
+            counts += torch.bincount(batch[1][batch[1] != IGNORE_INDEX], minlength=len(counts))
             tokens, labels, arguments = moved(batch, device_type())
             arguments |= loss_arguments(model_parts[0], labels)
             if self.pipeline is not None:
@@ -109,22 +113,24 @@ class Validator(BaseValidator):
             model.train()
         for module in fsdp_modules(model_parts):
             module.reshard()  # a pipeline keeps weights unsharded until backward
+        cut = torch.full_like(loss_sum, float(self.cut))
+        self.cut = dist_utils.dist_sum(cut, self.parallel_dims.world_mesh) > 0
         # Only the last stage has a loss; every stage has the labels.
         if (stages := self.parallel_dims.get_optional_mesh("pp")) is not None:
             dist.all_reduce(loss_sum, group=stages.get_group())
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        total = dist_utils.dist_sum(num_tokens, mesh)
-        return dist_utils.dist_sum(loss_sum, mesh), total
-
-    def _unigram_entropy(self, vocab_size: int) -> float:
-        """Return the loss of the best model without context: a trained one's must be below it."""
-        # Each rank counts its own rows, once. Context-parallel ranks count the same ones, which
-        # changes no share.
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for _, labels in self.validation_set:
-            counts += torch.bincount(labels[labels != IGNORE_INDEX], minlength=vocab_size)
         counts = counts.to(device_type())
         if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
             dist.all_reduce(counts, group=mesh.get_group())
-        shares = counts.double() / counts.sum()
-        return float(torch.special.entr(shares).sum())
+        total = counts.sum()
+        # The loss of the best model without context: a trained one's must be below it.
+        entropy = torch.special.entr(counts.double() / total).sum()
+        return dist_utils.dist_sum(loss_sum, mesh), float(total), float(entropy)
+
+    def _batches(self) -> Iterator[Batch]:
+        """Yield the batches; ignored ones behind a read that is cut, as other ranks wait."""
+        batches = iter(self.validation_set)
+        for _ in range(len(self.validation_set)):
+            if not self.cut:
+                read = self._thread.submit(next, batches)
+                self.cut = not ended(read, self.stopping)
+            yield self.validation_set.ignored() if self.cut else read.result()

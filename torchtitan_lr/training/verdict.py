@@ -19,9 +19,11 @@ from torchtitan_lr.agreement import first_rank_with, from_all_ranks
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.numerics import HostCopy
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.parallel.data_parallel import OwnGradients
 from torchtitan_lr.parallel.stages import Pipeline
+from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer
 
 
@@ -128,15 +130,15 @@ def _reads_found_inf(optimizer: Any, device: torch.device) -> bool:
 class Origin:
     """Where a number that is not finite was made: what the passes of a step note for it.
 
-    A NaN reaches ranks that have not made it; who has sees it in an earlier block. Of a pipeline's
-    stage the last block is looked at, and where ranks share rows every one.
+    A NaN reaches ranks that have not made it, but in later blocks than on the rank that has. Of a
+    pipeline's stage the last block is looked at, and where ranks share rows every one.
     """
 
     def __init__(
         self,
         model_parts: Sequence[nn.Module],
         pipeline: Pipeline | None,
-        shares_rows: bool,
+        dims: ParallelDims,
         device: torch.device,
     ) -> None:
         self.own = OwnGradients(model_parts)
@@ -144,9 +146,11 @@ class Origin:
         self.depth = torch.full((), math.inf, device=device)
         self._parts = {0: model_parts[0]} if pipeline is None else pipeline.parts  # by stage
         self._stages = 1 if pipeline is None else pipeline.stages  # of all ranks
-        for part in model_parts if shares_rows or pipeline is not None else ():
+        # Neighbours that share sums within a block, where a NaN of one is at once all of theirs.
+        self._sharing = dims.cp * dims.tp
+        for part in model_parts if dims.cp_enabled or pipeline is not None else ():
             blocks = list(part.get_submodule("layers").named_children())
-            for name, block in blocks if shares_rows else blocks[-1:]:
+            for name, block in blocks if dims.cp_enabled else blocks[-1:]:
                 block.register_forward_hook(partial(self._note, int(name)))
 
     def begin(self) -> None:
@@ -163,6 +167,11 @@ class Origin:
 
     def of(self, findings: Findings, gradients: StoredGradients) -> tuple[str, int | None]:
         """Return why a step was rejected, and the rank; call it on every rank, before the next."""
+        # The rejected step has changed no parameter: one that is not finite is the cause.
+        parameters = trained_parameters(*self._parts.values()).items()
+        broken = (name for name, p in parameters if not local_part(p).isfinite().all())
+        if at := first_rank_with(next(broken, None)):
+            return f"parameter {at[1]} of rank {at[0]} is not finite", at[0]
         if not findings.bad_ranks:
             where, rank = self._in_backward(gradients)
             return f"gradient norm is {findings.norm} ({where})", rank
@@ -171,14 +180,13 @@ class Origin:
         depths = from_all_ranks((findings.depth, fine))
         first = min(depths)
         what = "loss" if math.isinf(first[0]) else f"output of block {int(first[0])}"
-        rank = depths.index(first)
-        return f"{what} of rank {rank} is not finite", rank
+        who, rank = self._named([rank for rank, depth in enumerate(depths) if depth == first])
+        return f"{what} of {who} is not finite", rank
 
     def _in_backward(self, gradients: StoredGradients) -> tuple[str, int | None]:
         """Return whose backward made a gradient that is not finite, in words and as a rank.
 
-        A NaN spreads against the order of the layers: the last parameter that has one is nearest to
-        its origin. Tensor-parallel ranks share sums, so the first is named.
+        A NaN spreads against the order of the layers: the last that has one is nearest its origin.
         """
         sources = [("", gradients.nonfinite)]
         if self.own.watching:  # what is left are sums over the ranks: a rank's own first
@@ -187,7 +195,15 @@ class Origin:
         for kind, nonfinite in sources:
             for stage in reversed(range(self._stages)):
                 names = nonfinite(self._parts[stage]) if stage in self._parts else []
-                if at := first_rank_with(names[-1] if names else None):
-                    rank, name = at
-                    return f"{kind}rank {rank}: {name}", rank
+                found = from_all_ranks(names[-1] if names else None)
+                if ranks := [rank for rank, name in enumerate(found) if name is not None]:
+                    who, rank = self._named(ranks)
+                    return f"{kind}{who}: {found[ranks[0]]}", rank
         return "every entry is finite, but the squares overflow", None
+
+    def _named(self, ranks: Sequence[int]) -> tuple[str, int | None]:
+        """Name the first of the ranks that saw it, or those of them that share its sums."""
+        alike = [rank for rank in ranks if rank // self._sharing == ranks[0] // self._sharing]
+        if len(alike) == 1:
+            return f"rank {alike[0]}", alike[0]
+        return f"one of the ranks {', '.join(map(str, alike))}", None

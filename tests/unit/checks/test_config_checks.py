@@ -37,7 +37,7 @@ REFUSALS = [
     ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
     ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
-    ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
+    ("parallelism.tp_plan=caat", "'caat'", "with caat.lanes = 1"),
     ("training.seq_len=126 parallelism.context_parallel_degree=2 validation.no_enable", "126", "4"),
     ("training.seq_len=0 comm.mode=fake_backend", "0", "a positive"),
     ("grad_compression.codec=gzip", "'gzip'", "'none', 'sparse', 'sketch'"),
@@ -127,7 +127,7 @@ def test_a_file_in_a_folders_place_is_refused(tmp_path, key, name):
     blocking.write_text("")
     options = [f"--job.dump_folder={folder}", "--checkpoint.folder=saves"]
     want = f"expected a folder that {blocking} does not block: it is a file"
-    assert refusal(*options) == f"{key}: got {name or str(folder)!r}, {want}"
+    assert refusal(*options) == f"{key}: got {str(blocking)!r}, {want}"
     # The control: with a folder in that place the run may start.
     blocking.unlink()
     blocking.mkdir()

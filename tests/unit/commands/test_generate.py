@@ -30,7 +30,7 @@ def test_the_command_continues_the_prompt(tmp_path, capsys):
     assert len(out.strip()) > len("import os")
     assert command(capsys, *options, "--device", "cpu")[1] == out
     said = command(capsys, *options, "--device", "cpu", "--json")[1]
-    fields = {"new_tokens": 5, "end": "length"}  # those of --prompts
+    fields = {"new_tokens": 5, "end": "length"}
     assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")} | fields
     assert command(capsys, *options, "--device", "cpu", "--seed", 1)[1] != out
 
@@ -133,31 +133,25 @@ def test_a_chat_forgets_its_beginning_where_the_window_ends(tmp_path):
         converse(*chat, iter(["long " * 80, None]).__next__, said.append)
 
 
-def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
+def test_prompts_are_continued_in_order(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "cola", torch.float64)
     texts = ["import os", "def main(argv):\n    return", "x", "class A: pass"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
-    usual = (step, "--device", "cpu", "--max_new_tokens", 6, "--seed", 4)
-    status, said, err = command(capsys, *usual, "--prompts", tmp_path / "a.jsonl")
+    usual = (step, "--device", "cpu", "--max_new_tokens", 6)
+    prompts = [f"--prompt={text}" for text in texts]
+    status, said, err = command(capsys, *usual, "--seed", 4, *prompts, "--json")
     found = [json.loads(line) for line in said.splitlines()]
     assert (status, err) == (0, "")
     assert [record["prompt"] for record in found] == texts
-    # Each is what the prompt alone gives.
+    # Each is what the prompt alone gives, with the next seed.
     for index, record in enumerate(found):
-        alone = (*usual[:-1], 4 + index, "--prompt", texts[index])
-        assert command(capsys, *alone)[1] == record["text"] + "\n"
+        alone = command(capsys, *usual, "--seed", 4 + index, prompts[index])[1]
+        assert alone == record["text"] + "\n"
         assert record["end"] == "length" and record["new_tokens"] == 6
-    # From stdin, with lines of text and of JSON.
-    lines = ["import os", "", json.dumps({"prompt": texts[1]}), "x", "class A: pass"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-    status, said, _ = command(capsys, *usual, "--prompts", "-")
-    assert status == 0 and [json.loads(line) for line in said.splitlines()] == found
     continuation = found[0]["text"].removeprefix(texts[0])
     middle = continuation[len(continuation) // 2 :][:3]
-    monkeypatch.setattr("sys.stdin", io.StringIO(texts[0]))
-    cut = json.loads(command(capsys, *usual, "--prompts", "-", "--stop", middle)[1])
-    assert cut["end"] == "stop_string"
-    assert cut["text"] == texts[0] + continuation[: continuation.index(middle)]
+    cut = command(capsys, *usual, "--seed", 4, prompts[0], "--stop", middle, "--json")[1]
+    assert json.loads(cut)["end"] == "stop_string"
+    assert json.loads(cut)["text"] == texts[0] + continuation[: continuation.index(middle)]
 
 
 TEXT = "    for café in naïve 🚀🚀:\n\n\treturn 一二三\n"

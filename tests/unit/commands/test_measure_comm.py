@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``measure-comm``: blocks that differ in nothing but their overlap are one."""
+"""``measure-comm``: equal blocks are one."""
 
 import pytest
 
@@ -8,9 +8,9 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments.start import place_run
 
 
-def row(scope, overlapped, calls=1):
+def row(scope, calls=1):
     names = {"scope": scope, "pass": "forward", "op": "all_gather", "mesh_dim": "fsdp"}
-    counts = {"calls": calls, "elements": 8, "bytes": 32, "overlapped_flops": overlapped}
+    counts = {"calls": calls, "elements": 8, "bytes": 32}
     expected = {"expected_calls": 1, "expected_elements": 8}
     return {**names, "dtype": "float32", **counts, **expected}
 
@@ -31,16 +31,10 @@ def test_a_folder_with_a_run_is_neither_refused_nor_used(tmp_path, monkeypatch):
     assert folders[0] == arguments[1] != folders[-1] and ranks == 1
 
 
-def test_blocks_that_overlap_differently_are_one():
-    table = [row("embedding", 0), row("block 0", 0), row("block 1", 2_500_000), row("head", 0)]
-    merged = script.one_block(table)
-    assert [r["scope"] for r in merged] == ["embedding", "block", "head"]
-    assert (merged[1]["overlapped_flops"], merged[1]["most_overlapped_flops"]) == (0, 2_500_000)
-    assert script.as_text(merged).splitlines()[2].endswith("0.0 to 2.5")
+def test_equal_blocks_are_one():
+    table = [row(scope) for scope in ("embedding", "block 0", "block 1", "head")]
+    assert [r["scope"] for r in script.one_block(table)] == ["embedding", "block", "head"]
+    assert len(script.one_block([row("block 0"), row("block 1", calls=2)])) == 2  # the control
     # Of all blocks, each of them.
     told = script.total([r | {"bytes": 2_500_000} for r in table])
     assert told == "total per step of rank 0: 10.00 MB (2 blocks 5.00 MB, the rest 5.00 MB)"
-    # The controls: equal overlaps need no range, and other counts are other blocks.
-    same = script.one_block([row("block 0", 7_000_000), row("block 1", 7_000_000)])
-    assert len(same) == 1 and script.as_text(same).endswith(" 7.0")
-    assert len(script.one_block([row("block 0", 0), row("block 1", 0, calls=2)])) == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_lr.commands.parser import FIRST_RANK_SECONDS, in_one_line
+from torchtitan_lr.commands.parser import in_one_line
 from torchtitan_lr.errors import ConfigError, RunFailedError
 
 
@@ -37,20 +37,3 @@ def test_errors_of_the_system_are_one_line(error, line, wrapped, capsys):
     assert fails([]) == 1
     (found,) = capsys.readouterr().err.splitlines()
     assert found.startswith(line)
-
-
-def test_only_the_first_rank_reports_what_all_ranks_found(monkeypatch, capsys):
-    waited = []
-    monkeypatch.setattr("time.sleep", waited.append)
-
-    @in_one_line
-    def fails(argv=None):
-        raise ConfigError("key", 1, "2")
-
-    for rank, run in (("0", "id"), ("1", "id"), ("1", None)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        if run is not None:
-            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-        assert fails([]) == 2 and "error: key: got 1" in capsys.readouterr().err
-    assert waited == [FIRST_RANK_SECONDS]  # rank 1 of torchrun, which rank 0's end kills there

@@ -1,8 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Every door to torch's private names opens: what it says is what torch does."""
 
+import importlib
+import pickle
+import sys
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,7 +15,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.host_reads import reads
-from torchtitan_lr.compat import dispatch, fake, fsdp, pipelining
+from torchtitan_lr.compat import checkpointing, dispatch, fake, fsdp, pipelining
 from torchtitan_lr.compat.linalg import convergence_on_device
 
 
@@ -54,20 +59,6 @@ def test_fake_dtensor_finds_shapes_where_the_door_is(two_ranks):
         x.view(4, 2, 3).sum(1)
     assert seen
     assert seen == [1, 0] * (len(seen) // 2)
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_dispatch_counts_products_of_grouped_queries(kv_heads):
-    """2·2·b·heads·s²·d forward, 5/2 of that backward, however many heads keys and values have."""
-    q = torch.zeros(3, 4, 8, 16, device="meta")
-    k = v = torch.zeros(3, kv_heads, 8, 16, device="meta")
-    sdpa = torch.ops.aten._scaled_dot_product_flash_attention
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    forward = 4 * 3 * 4 * 8 * 8 * 16
-    assert dispatch.product_flops(sdpa, (q, k, v, 0.0, True), {}, (q,)) == forward
-    found = dispatch.product_flops(backward, (q, q, k, v, q, q[..., 0]), {}, (q, k, v))
-    assert found == forward * 5 // 2
-    assert dispatch.product_flops(torch.ops.aten.add, (q, q), {}, q) == 0
 
 
 @pytest.mark.parametrize("decompose", [torch.linalg.eigh, torch.linalg.svd])
@@ -146,3 +137,25 @@ def test_sums_that_fsdp_reads_at_once(unit):
     assert fsdp.reads_sums_at_once(unit, sums)
     handle.remove()
     assert not fsdp.reads_sums_at_once(unit, sums)
+
+
+def test_checkpointing_knows_every_class_that_dcp_writes(tmp_path):
+    state = {"w": torch.ones(2), "b": {"n": 1, "l": [torch.zeros(1)]}, "d": torch.ones(1).half()}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    named = set()
+
+    class Names(pickle.Unpickler):
+        def find_class(self, module, name):
+            named.add((module, name))
+            return super().find_class(module, name)
+
+    with open(tmp_path / ".metadata", "rb") as file:
+        Names(file).load()
+    dtypes = {pair for pair in named if isinstance(getattr(torch, pair[1], None), torch.dtype)}
+    assert ("torch.distributed.checkpoint.metadata", "Metadata") in named
+    of_enums = {("builtins", "getattr")} if sys.version_info < (3, 11, 4) else set()
+    unknown = named - checkpointing.METADATA_CLASSES - dtypes - of_enums
+    assert not unknown
+    for module, name in checkpointing.METADATA_CLASSES:
+        if module.startswith("torch"):
+            assert hasattr(importlib.import_module(module), name)

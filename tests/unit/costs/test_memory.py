@@ -24,7 +24,6 @@ def test_gathered():
     assert gathered_unit_bytes(units, units[3], True, precision) == 2 * 210 + 6 * 200
     assert gathered_unit_bytes(units, units[3], False, precision) == 2 * 320 + 6 * 200
     assert gathered_unit_bytes(units[1:3], None, True, precision) == 2 * 20 + 6 * 10
-    assert gathered_unit_bytes([], None, True, precision) == 0
 
 
 def test_against_a_checkpoint(tmp_path):

@@ -12,7 +12,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.costs.tp_messages import FORMULAS
-from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
+from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.optim.base import split_buckets
@@ -131,7 +131,7 @@ def test_tsr_adds_up_to_the_honest_counting(refresh: Any) -> None:
     dense = [shape.vocab_size * shape.dim] + [shape.dim] * (2 * shape.n_layers + 1)
     counted = []
     for refreshing in (range(len(matrices)), ()):
-        rows = tsr_traffic(matrices, refreshing, dense, TSRMesh({}, replicas=8), settings)
+        rows = tsr_traffic(matrices, refreshing, dense, ("dp_replicate",), settings)
         roles = ("core", "gradient", "sketch")
         counted.append(sum(row.elements for row in rows if row.role in roles))
     expected, peak = honest_tsr(shape, TSRShape(256, 64, interval, refresh=refresh))
@@ -143,10 +143,9 @@ def test_tsr_adds_up_to_the_honest_counting(refresh: Any) -> None:
 def test_buckets_and_blocks_of_tsr() -> None:
     assert split_buckets("abcde", [3, 3, 3, 9, 1], 6) == [["a", "b"], ["c"], ["d"], ["e"]]
     assert split_buckets([], [], 6) == []
-    mesh = TSRMesh({"fsdp": 2, "tp": 4})
     plan = plan_matrices({"w": (10, 9)}, TSRSettings(rank=1))["w"]
-    splits: list[Any] = [((), ()), (("tp",), ()), (("fsdp", "tp"), ("fsdp",))]
-    blocks = [mesh.block(TSRMatrix(plan, *split)) for split in splits]
+    splits: list[Any] = [({}, {}), ({"tp": 4}, {}), ({"fsdp": 2, "tp": 4}, {"fsdp": 2})]
+    blocks = [TSRMatrix(plan, *split).block for split in splits]
     assert blocks == [(10, 9), (3, 9), (2, 5)]
 
 
@@ -155,8 +154,7 @@ def test_a_refresh_gathers_rows_or_triangles(ranks: int) -> None:
     """16,384 rows are less than 32 triangles of 517 rows, and more than 31."""
     settings = TSRSettings(rank=512, refresh="sketch", power_iterations=0)
     plan = plan_matrices({"w": (16384, 4096)}, settings)["w"]
-    mesh = TSRMesh({"fsdp": ranks})
-    traffic = tsr_traffic([TSRMatrix(plan, ("fsdp",))], [0], [], mesh, settings)
+    traffic = tsr_traffic([TSRMatrix(plan, {"fsdp": ranks})], [0], [], (), settings)
     (gather,) = [row for row in traffic if row.op == "all_gather"]
     assert (gather.calls, gather.elements) == (1, gathered_elements(16384, 517, ranks))
     assert (gather.elements == ranks * 517**2) == (ranks < 32)

@@ -4,7 +4,6 @@
 Other plans: tests/distributed.
 """
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,13 +17,13 @@ from tests.support.allocations import Allocations
 from tests.support.checkpointing import checkpointing
 from tests.support.nightly import nightly
 from tests.unit.tiny import build_tiny, tiny_args
-from torchtitan_lr.costs.kernels import Product, Recorder
+from torchtitan_lr.costs.kernels import Recorder, Work, product_work
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import resolve_settings
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.
@@ -103,10 +102,6 @@ def recorded(family, plan="auto", tp=1, prepare=None):
     return rehearse(Workload(args, settings, tp, 2, 32, torch.bfloat16), prepare)
 
 
-def flops(work):
-    return sum(product.flops * calls for product, calls in work.products.items())
-
-
 @pytest.mark.parametrize(
     ("family", "plan", "tp"),
     [
@@ -123,9 +118,9 @@ def test_recorded_products_have_the_formulas_flops(family, plan, tp):
     block, head = layer_flops(args, 32), head_flops(args, 32)
     linears = block.attention_linears + block.feed_forward
     for passed, third in zip(found.block_work, (1, 2), strict=True):
-        assert flops(passed) == pytest.approx(2 * third * linears / 3 / tp)
+        assert passed.flops == pytest.approx(2 * third * linears / 3 / tp)
     for passed, third in zip(found.ends_work, (1, 2), strict=True):
-        assert flops(passed) == pytest.approx(2 * third * head / 3 / tp)
+        assert passed.flops == pytest.approx(2 * third * head / 3 / tp)
     # Below the diagonal is half; backward computes the scores again: five products to two.
     shared = 1 if plan == "vanilla_replicated" else tp
     half = 2 * block.attention_scores / 3 / 2 / shared
@@ -142,9 +137,9 @@ def test_low_rank_checkpointing_repeats_no_product_for_nothing(family, tp):
     prepare = partial(apply_low_rank_checkpoint, save_attention=True)
     plain = recorded(family, "btp", tp).block_work
     repeating = recorded(family, "btp", tp, prepare).block_work
-    assert flops(repeating[0]) == flops(plain[0])
+    assert repeating[0].flops == plain[0].flops
     expected = 2 * recompute_flops(args_of(family), 32, save_attention=True, tp_degree=tp)
-    assert flops(repeating[1]) - flops(plain[1]) == expected
+    assert repeating[1].flops - plain[1].flops == expected
 
 
 def test_bytes_by_hand():
@@ -153,7 +148,8 @@ def test_bytes_by_hand():
     with Recorder() as recorder:
         ((F.silu(x) * z).view(10, 100) @ w).t()
     eager, fused = recorder.work(False, fused=False), recorder.work(False, fused=True)
-    assert eager.products == fused.products == Counter({Product(1, 10, 8, 100, 4): 1})
-    assert (eager.traffic, eager.kernels) == (5 * 4000, 2)
-    assert (fused.traffic, fused.kernels) == (3 * 4000, 1)
+    product = product_work(1, 10, 8, 100, 4)
+    assert product[:3] == (2 * 10 * 8 * 100, 4 * (10 * 100 + 100 * 8 + 10 * 8), 1)
+    assert eager == product.plus(Work(traffic=5 * 4000, kernels=2))
+    assert fused == product.plus(Work(traffic=3 * 4000, kernels=1))
     assert recorder.work(True, fused=True).kernels == 0

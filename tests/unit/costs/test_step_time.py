@@ -7,18 +7,20 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
+from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.schedule import makespan, most_in_flight, pipeline_order
 from torchtitan_lr.costs.step_time import (
     collective_seconds,
     communication_seconds,
-    compute_seconds,
     model_step_time,
+    product_seconds,
 )
 
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 8, 100.0, 10.0, 10.0)
 MESH = {"tp": MeshDim(8, 1), "fsdp": MeshDim(4, 8), "pp": MeshDim(2, 32)}
 MILLION = 10**6
+HALF = dict.fromkeys(("activation", "parameter"), "bfloat16")
 
 
 def row(op, role="activation", dim="tp", pass_="forward", calls=1, elements=MILLION):
@@ -49,7 +51,7 @@ def test_exposed_and_hidden():
     tensor, data = row("all_reduce"), row("all_gather", "parameter", "fsdp", elements=100 * MILLION)
     exposed = collective_seconds(tensor, 2, MESH["tp"], MACHINE)
     beside = collective_seconds(data, 2, MESH["fsdp"], MACHINE)
-    sent = communication_seconds([tensor, data], lambda _: 2, MESH, MACHINE)
+    sent = communication_seconds([tensor, data], HALF, MESH, MACHINE)
     assert sent == {"forward": exposed, "backward": 0, "optimizer": 0, "overlapped": beside}
     long = model_step_time(1.0, sent)
     assert long.exposed_communication == pytest.approx(exposed)
@@ -60,9 +62,9 @@ def test_exposed_and_hidden():
     assert short.hidden_communication == pytest.approx(beside / 2)
     assert short.exposed_communication == pytest.approx(exposed + beside / 2)
     # At the end of a step nothing is left to hide behind.
-    last = communication_seconds([replace(data, pass_="optimizer")], lambda _: 2, MESH, MACHINE)
+    last = communication_seconds([replace(data, pass_="optimizer")], HALF, MESH, MACHINE)
     assert model_step_time(1.0, last).hidden_communication == 0
-    assert compute_seconds(50e12, MACHINE) == 1.0
+    assert product_seconds(Work(flops=50e12), MACHINE) == 1.0
 
 
 RANKS, MICROBATCHES = 4, 8

@@ -14,7 +14,7 @@ import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
 from tests.support.corpora import write_jsonl
-from torchtitan_lr.checks.values import check_data
+from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
@@ -235,7 +235,7 @@ def test_rows_of_the_vocabulary_without_tokens_are_said(tmp_path, config, caplog
             ("--model.vocab_size=8192", []),  # the user's own choice
         ]:
             caplog.clear()
-            check_data(config(option), 1, "cpu")
+            check_vocabulary(config(option), 1, "cpu")
             said = [line for line in caplog.messages if "of the vocabulary" in line]
             assert [line[:22] for line in said] == expected
             assert not said or "--model.vocab_size=1024 leaves them out" in said[0]

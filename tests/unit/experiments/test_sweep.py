@@ -127,23 +127,13 @@ def test_as_many_points_at_once_as_jobs_on_gpus_of_their_own(tmp_path, standin, 
     assert overlaps > 0
 
 
-def test_refused_points(tmp_path, standin, capsys, monkeypatch):
-    monkeypatch.setenv("NGPU", "4")
-    grid = [CONFIG, "--set", "parallelism.tp_plan=btp,megatron", f"--out={tmp_path / 'w'}", *SHORT]
-    assert sweep.main(grid) == 2
-    assert "parallelism.tp_plan: got 'megatron'" in capsys.readouterr().err and not standin
-    assert sweep.main([*grid, "--skip_refused"]) == 0
-    rows = json.loads((tmp_path / "w/sweep.json").read_text())
-    assert rows[1]["status"] == "refused" and rows[1]["why"].startswith("parallelism.tp_plan")
-    assert folders(standin) == ["tp_plan-btp"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--set=rank=3"], "--set: got 'rank=3', expected section.key=value,value"),
         (["--set=a.b=1e-3,0.001"], "each value once"),
         (["--set=optimizer.lr=nan,inf"], "optimizer.lr: got nan"),
+        (["--set=parallelism.tp_plan=btp,megatron"], "parallelism.tp_plan: got 'megatron'"),
         (["--set=job.dump_folder=a,b"], "job.dump_folder: got"),
         (["--set=a.b=1", "--metrics.wandb_group=a"], "metrics.wandb_group: got"),
         (["--set=low_rank.rank=3", "--out=README.md"], "README.md"),

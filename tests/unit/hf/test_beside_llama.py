@@ -1,9 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """An export with code beside transformers' own LLaMA of the same weights."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -109,9 +106,9 @@ def test_a_token_added_later_is_generated(code_cache, tmp_path):
     from transformers import AutoTokenizer
 
     step, _ = write_run(tmp_path / "run", "cola", vocab_size=8192)  # the tokenizer has 4096
-    assert export.main(["--format", "hf", str(step), str(tmp_path / "out")]) == 0
+    assert export.main([str(step), str(tmp_path / "out")]) == 0
     model = load(tmp_path / "out", torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")  # asks for no trust: it has no code
     tokenizer.add_tokens(["<answer>"])
     added = tokenizer.convert_tokens_to_ids("<answer>")
     prompt = tokenizer("import os", return_tensors="pt")
@@ -120,25 +117,3 @@ def test_a_token_added_later_is_generated(code_cache, tmp_path):
         model.get_output_embeddings().weight[added] = 100 * out
     text = model.generate(**prompt, max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(text[0]).endswith("<answer>")
-
-
-TOKENIZE = """
-from transformers import AutoTokenizer
-print(AutoTokenizer.from_pretrained({folder!r})("def main(")["input_ids"])
-"""
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_its_tokenizer_needs_no_code(tmp_path):
-    step, _ = write_run(tmp_path / "run", "cola")
-    assert export.main(["--format", "hf", str(step), str(tmp_path / "out")]) == 0
-    command = [sys.executable, "-c", TOKENIZE.format(folder=str(tmp_path / "out"))]
-    # stdin stays open: a question waits.
-    done = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
-    try:
-        done.wait(60)
-    finally:
-        done.kill()
-    out, err = done.stdout.read(), done.stderr.read()
-    assert done.returncode == 0, err
-    assert out.startswith("[") and "custom code" not in out + err

@@ -13,8 +13,7 @@ from tests.support.run_folders import model_in
 from tests.unit.hf.hf_models import CASES, error, exact, load, model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr import hf
-from torchtitan_lr.hf.export import export_hf
-from torchtitan_lr.hf.llama_config import HF_CODE
+from torchtitan_lr.hf.export import HF_CODE, export_hf
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 
 GENERATING = ["lax_gated", "lanes"]

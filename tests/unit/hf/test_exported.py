@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Exports of both formats, read by ``evaluate`` and ``generate``, and judged by transformers."""
+"""Exports, read by ``evaluate`` and ``generate``, and judged by transformers."""
 
 import json
 
@@ -19,12 +19,7 @@ pytestmark = [
 
 TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 7, "x = 1\n", "class A:\n" * 40]
 SEQ_LEN = 48
-CASES = [
-    ("svd", "hf"),
-    ("lax", "hf"),
-    ("lax", "factored"),
-    *nightly(("full", "hf"), ("cola", "hf")),
-]
+FAMILIES = ["svd", "lax", *nightly("full", "cola")]
 
 
 @pytest.fixture
@@ -58,15 +53,14 @@ def transformers_loss(folder, dtype):
     return total / (len(stream) - 1), len(stream) - 1
 
 
-@pytest.mark.parametrize(("family", "form"), CASES)
-def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, capsys):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exports_are_evaluated_and_continued(family, tmp_path, texts, capsys):
     step, _ = write_run(tmp_path / "run", family, torch.float64)
     out = tmp_path / "out"
-    assert export.main(["--format", form, str(step), str(out)]) == 0
+    assert export.main([str(step), str(out)]) == 0
     capsys.readouterr()
     expected, found = judge(capsys, step, texts), judge(capsys, out, texts)
-    # The factors of svd are multiplied in an hf export, which rounds.
-    tolerance = 1e-12 if (family, form) == ("svd", "hf") else 1e-13
+    tolerance = 1e-12 if family == "svd" else 1e-13  # its factors are multiplied, which rounds
     assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
     for key in ("tokens", "bytes", "documents"):
         assert found[key] == expected[key]
@@ -76,20 +70,13 @@ def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, caps
         assert generate.main([str(folder), *options, "--device", "cpu"]) == 0
         answers.append(json.loads(capsys.readouterr().out)["text"])
     assert answers[0] == answers[1]
-    if form == "hf":
-        loss, tokens = transformers_loss(out, torch.float64)
-        assert tokens == found["tokens"]
-        # transformers' LLaMA has its angles, norms and loss in fp32.
-        assert found["loss"] == pytest.approx(loss, rel=1e-6)
-        # The control: one token more or less per document is another loss.
-        fewer = judge(capsys, out, texts, "--documents", 2)
-        assert abs(fewer["loss"] - loss) > 1e-5
-
-
-def test_an_export_has_no_corpus_of_its_own(tmp_path, capsys):
-    step, _ = write_run(tmp_path / "run", "full")
-    assert export.main([str(step), str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    assert evaluate.main([str(tmp_path / "out"), "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "an export has no record of its data" in err and err.count("\n") == 1
+    loss, tokens = transformers_loss(out, torch.float64)
+    assert tokens == found["tokens"]
+    # transformers' LLaMA has its angles, norms and loss in fp32.
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    # The control: one token more or less per document is another loss.
+    fewer = judge(capsys, out, texts, "--documents", 2)
+    assert abs(fewer["loss"] - loss) > 1e-5
+    # An export has no corpus of its own.
+    status, _, told = evaluate.ask(capsys, out, "--device", "cpu")
+    assert status == 2 and "an export has no record of its data" in told and told.count("\n") == 1

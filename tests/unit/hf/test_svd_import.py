@@ -44,8 +44,8 @@ def cut_to(model, rank, calibration=None):
     made = replace(
         model.model_args, family="svd", activation="fullrank", rank_attention=rank, rank_ffn=rank
     )
-    held, reports = model.state_dict(), []
-    weights = factorise(model.model_args, held, made, calibration, report=reports.append)
+    held = model.state_dict()
+    weights, reports = factorise(model.model_args, held, made, calibration)
     assert held.keys() == weights.keys()  # no dense matrix is left in memory
     return as_model(made, weights), reports
 

@@ -58,17 +58,11 @@ def test_rank_0_checks_for_all_and_each_machine_prepares():
         rank.join(timeout=60)
     refusal = "some.key: got 7, expected a number such as 8"
     no_text = "some.path: got 'a.txt', expected text on this machine"
+    here, there = (f"corpus of machine {machine} signed by rank 0" for machine in (0, 1))
     assert found == {
-        0: [
-            "checked",
-            refusal,
-            "checked",
-            no_text,
-            "checked",
-            "corpus of machine 0 signed by rank 0",
-        ],
-        1: [refusal, no_text, "corpus of machine 0 signed by rank 0"],
-        2: [refusal, no_text, "corpus of machine 1 signed by rank 0"],
+        0: ["checked", refusal, "checked", no_text, "checked", here],
+        1: [refusal, no_text, here],
+        2: [refusal, no_text, there],
     }
 
 

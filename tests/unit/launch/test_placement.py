@@ -9,6 +9,7 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.commands.estimate_report import read_runs
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher
@@ -51,7 +52,7 @@ def batch(found):
 
 def test_fewer_gpus_than_ranks(gpus):
     gpus(1)
-    hide = r"at most 1, the GPUs of this machine \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
+    hide = r"at most 1, the GPUs here \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
     with pytest.raises(ConfigError, match=rf"NGPU: got 4, expected {hide}"):
         find_device(Environment(4, 1, "0", ""))
     assert find_device(Environment(1, 1, "0", "")) == "cuda"
@@ -107,10 +108,14 @@ def test_a_debug_file_trains_the_same_batches_on_any_ranks(gpus, tmp_path, name,
     gpus(0).setenv("NGPU", str(ranks))
     load = f"--checkpoint.initial_load_path={tmp_path}"
     config = f"--job.config_file={ROOT}/train_configs/debug_{name}.toml"
-    found = place(read_environment(), [config, *[load] * (name == "finetune")])
+    given = [load] * (name == "finetune")
+    found = place(read_environment(), [config, *given])
     check_job_config(found.config, ranks, "cpu", on_paper=True)
     assert (found.environment.ranks, batch(found)) == (ranks, 16)
     assert ("losses depend on the number" in found.note) == (name == "tagc" and ranks > 1)
+    # An estimate is of the same run.
+    paper = read_runs({name: config.partition("=")[2]}, ranks, "full", given)["as configured"]
+    assert paper.tp == found.config.parallelism.tensor_parallel_degree
 
 
 def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys, tmp_path):

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.documents import alone, difference, masks_of_blocks, together
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL
-from torchtitan_lr.costs.memory import mask_bytes
 from torchtitan_lr.models.llama import separate
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -64,5 +63,5 @@ def test_a_mask_of_blocks_is_small_and_skips_what_no_token_sees():
     # Of 16 × 16 blocks of scores, 4 documents have 4 × 4 each, 10 of them not above the diagonal.
     assert int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()) == 40
     tensors = [x for x in blocks.as_tuple() if isinstance(x, torch.Tensor)]
-    assert sum(x.nbytes for x in tensors) == mask_bytes(2048)
-    assert 100 * mask_bytes(2048) < separate(found, torch.bfloat16)[1].nbytes == 2 * 2048**2
+    size = sum(x.nbytes for x in tensors)
+    assert 100 * size < separate(found, torch.bfloat16)[1].nbytes == 2 * 2048**2

@@ -14,7 +14,7 @@ from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.linears import used_width
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 
 ODD = 341
 

@@ -121,12 +121,12 @@ def test_all_groups_follow_the_schedule_and_are_logged(name, of_norms, rate, tmp
 
 
 REFUSED = [
-    ("pattern = 'wqq'", "[0].pattern: got 'wqq', expected a regular expression that is found in"),
+    ("pattern = 'wqq'", "[0].pattern: got 'wqq', expected what is found in a parameter"),
     ("pattern = '['", "[0].pattern: got '[', expected a regular expression such as"),
     ("pattern = 'norm'\nlr = 3", "[0].lr: got 3, expected one of pattern, lr_multiplier, weight"),
     (
         "pattern = 'w'\n[[optimizer.groups]]\npattern = 'wo'",
-        "[1].pattern: got 'wo', expected a table above those whose patterns take all of its",
+        "[1].pattern: got 'wo', expected what is found in a parameter's name, and no earlier",
     ),
 ]
 

@@ -16,13 +16,13 @@ from tests.support.allocations import Allocations
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.models import recomputation
+from torchtitan_lr.models import low_rank_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel, Rows
-from torchtitan_lr.models.recomputation import Recomputation
+from torchtitan_lr.models.low_rank_checkpoint import Recomputation
+from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 BATCH, SEQ = 2, 32
 TOKENS = BATCH * SEQ
@@ -139,7 +139,7 @@ def sent_by_one_rank(settings: TPSettings) -> tuple[int, int]:
             made.append(self)
 
     # The other rank does not answer: a real one that is not there would be waited for.
-    with fake_ranks(2) as mesh, patch.object(recomputation, "Recomputation", Seen):
+    with fake_ranks(2) as mesh, patch.object(low_rank_checkpoint, "Recomputation", Seen):
         assert mesh is not None
         model = build()
         apply_tensor_parallel(model, mesh, settings)
@@ -150,7 +150,7 @@ def sent_by_one_rank(settings: TPSettings) -> tuple[int, int]:
             model(tokens, targets=tokens)
             calls.append(sum(row["calls"] for row in ledger.rows()))
             ledger.clear()
-            assert made[1]._unpack(0).numel() > 0  # as autograd asks for what it saved
+            assert made[1].saved_tensor(0).numel() > 0  # as autograd asks for what it saved
             calls.append(sum(row["calls"] for row in ledger.rows()))
     assert len(made) == len(model.layers)
     return calls[0], calls[1]

@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Which ranks hold which part of a matrix, and the messages of a spectral step."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lr.compat.dtensor import local_part, local_slice
-from torchtitan_lr.compat.process_groups import all_gather, joint_group, reduce_scatter
+from torchtitan_lr.compat.process_groups import gathered, joint_group, reduce_scatter
+from torchtitan_lr.optim.base import alike
 
 Split = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions of more than one rank that split a side of a matrix."""
@@ -29,8 +29,9 @@ class View:
         self.parameter, self.row_dim = parameter, row_dim
         self.r = parameter.shape[row_dim]
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
-        # What splits r, and what splits n; None if nothing does.
-        self.rows, self.columns = (_split(parameter, dim) for dim in (row_dim, 1 - row_dim))
+        # The ranks that split r, and those that split n; None if none do.
+        self.row_split = _split(parameter, row_dim)
+        self.column_split = _split(parameter, 1 - row_dim)
 
     def exact_part(self) -> Tensor:
         """Return this rank's part, in fp32 or wider; of such a parameter the part itself."""
@@ -42,8 +43,8 @@ class View:
 
     def rows_of(self, rank: int) -> Tensor:
         """Return which of the r rows a rank of the mesh holds."""
-        assert isinstance(self.parameter, DTensor) and self.rows is not None
-        mesh, dims = self.rows
+        assert isinstance(self.parameter, DTensor) and self.row_split is not None
+        mesh, dims = self.row_split
         placements = tuple(
             placement if mesh_dim in dims else Replicate()
             for mesh_dim, placement in enumerate(self.parameter.placements)
@@ -69,13 +70,18 @@ Seen = TypeVar("Seen", bound=View)
 
 def batches(views: Iterable[Seen]) -> Iterator[list[Seen]]:
     """Yield matrices of equal shapes, whose (r, r) matrices are worked on together."""
-    alike: dict[Any, list[Seen]] = defaultdict(list)
-    for view in views:
-        alike[view.r, max(view.parameter.shape), view.dtype].append(view)
-    for (r, *_), same in alike.items():
-        size = max(1, BATCH_ELEMENTS // r**2)
+    for same in alike(views, lambda view: (view.r, max(view.parameter.shape), view.dtype)):
+        size = max(1, BATCH_ELEMENTS // same[0].r ** 2)
         for start in range(0, len(same), size):
             yield same[start : start + size]
+
+
+class RowPlaces(NamedTuple):
+    """Where the r rows of a matrix are, whose rows a process group splits."""
+
+    ranks: Tensor  # of each row the rank that holds it (r,)
+    places: Tensor  # of each row its place among that rank's rows (r,)
+    most: int  # the rows of the rank that holds most
 
 
 class GramGroups:
@@ -86,119 +92,131 @@ class GramGroups:
 
     def __init__(self, views: Iterable[View]) -> None:
         self.by_split: dict[Split, dist.ProcessGroup] = {}
-        # Of each row its place among the ranks of a group and among the rank's rows, and the
-        # largest rank's rows: by split, placements, kind of matrix and r.
-        self._places: dict[Any, tuple[tuple[Tensor, Tensor], int]] = {}
+        self._row_places: dict[Any, RowPlaces] = {}  # by split, placements, orientation and r
         for view in views:
-            for split in (view.rows, view.columns):
+            for split in (view.row_split, view.column_split):
                 if split is not None and split not in self.by_split:
                     self.by_split[split] = joint_group(*split)
 
     def by_name(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups by the names of their mesh dimensions, such as ``fsdp_tp``."""
+        """Return the process groups by the names of their mesh dimensions, such as ``fsdp_tp``."""
         names = {}
         for (mesh, dims), group in self.by_split.items():
             assert mesh.mesh_dim_names is not None
             names["_".join(mesh.mesh_dim_names[dim] for dim in dims)] = group
         return names
 
-    def sum_terms(self, terms: Mapping[Seen, Tensor], rows: bool = False) -> dict[Seen, Tensor]:
-        """Sum vectors over the ranks that hold other columns, or rows, of the same matrix.
+    def sum_terms(
+        self, terms: Mapping[Seen, Tensor], over_rows: bool = False
+    ) -> dict[Seen, Tensor]:
+        """Sum vectors over the ranks that hold other columns of the same matrix, or other rows.
 
         All vectors of one dtype, and of matrices that the same ranks split, are one all-reduce.
         """
-        messages: dict[Any, list[Seen]] = defaultdict(list)
-        for view, term in terms.items():
-            messages[view.rows if rows else view.columns, term.dtype].append(view)
+
+        def split_of(view: Seen) -> Split | None:
+            return view.row_split if over_rows else view.column_split
+
         sums: dict[Seen, Tensor] = {}
-        for (split, _), views in messages.items():
-            own = [terms[view] for view in views]
-            if split is not None:
-                message = torch.cat(own)
+        for views in alike(terms, lambda view: (split_of(view), terms[view].dtype)):
+            vectors = [terms[view] for view in views]
+            if (split := split_of(views[0])) is not None:
+                message = torch.cat(vectors)
                 dist.all_reduce(message, group=self.by_split[split])
-                own = list(message.split([term.numel() for term in own]))
-            sums |= zip(views, own, strict=True)
+                vectors = list(message.split([vector.numel() for vector in vectors]))
+            sums |= zip(views, vectors, strict=True)
         return sums
 
     def gather_rows(self, parts: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """Gather all r rows of a rank's columns from the ranks that split r, as (r, n).
+        """Return all r rows (r, n) of the columns that this rank holds.
 
-        All parts of one dtype, and of matrices that the same ranks split, are one all-gather. Each
-        part has the orientation of its parameter.
+        Each part has the orientation of its parameter. All parts of one dtype, and of matrices
+        whose r the same ranks split, are one all-gather.
         """
-        messages: dict[Any, list[Seen]] = defaultdict(list)
         whole: dict[Seen, Tensor] = {}
-        for view, part in parts.items():
-            if view.rows is None:
-                whole[view] = view.oriented(part)
-            else:
-                messages[view.rows, part.dtype].append(view)
-        for (split, _), views in messages.items():
-            group = self.by_split[split]
-            own = []
-            for view in views:
-                _, most = self._places_of(view)
-                part = parts[view]
-                lacking = most - part.shape[view.row_dim]  # every rank sends as many
-                pads = (0, 0, 0, lacking) if view.row_dim == 0 else (0, lacking)
-                own.append(torch.nn.functional.pad(part, pads) if lacking else part)
-            message = torch.cat([part.reshape(-1) for part in own])
-            everyone = message.new_empty(group.size(), message.numel())
-            all_gather(everyone.view(-1), message, group=group)
-            pieces = everyone.split([part.numel() for part in own], dim=1)
-            for view, part, piece in zip(views, own, pieces, strict=True):
-                # Of (ranks, rows, n), or (n, ranks, rows), all r rows: one copy.
-                by_rank = piece.view(-1, *part.shape).movedim(0, view.row_dim)
-                places, _ = self._places_of(view)
-                found = by_rank[places] if view.row_dim == 0 else by_rank[:, places[0], places[1]]
-                whole[view] = view.oriented(found)
+        for views in alike(parts, lambda view: (view.row_split, parts[view].dtype)):
+            split = views[0].row_split
+            if split is None:  # the part has all rows
+                whole |= {view: view.oriented(parts[view]) for view in views}
+                continue
+            # 1. Every rank sends as many rows of a matrix: those of its largest part.
+            padded = [self._padded(view, parts[view]) for view in views]
+            # 2. One message of all matrices; those of all ranks are (ranks, elements).
+            message = torch.cat([part.reshape(-1) for part in padded])
+            messages = gathered(message, self.by_split[split])
+            # 3. Of each matrix the parts of all ranks, whose rows are put in their order.
+            pieces = messages.split([part.numel() for part in padded], dim=1)
+            for view, part, piece in zip(views, padded, pieces, strict=True):
+                whole[view] = self._in_order(view, piece.view(-1, *part.shape))
         return whole
 
-    def _places_of(self, view: View) -> tuple[tuple[Tensor, Tensor], int]:
-        """Return which rank holds each row, and where; and the rows of the largest part."""
-        assert isinstance(view.parameter, DTensor) and view.rows is not None
-        key = view.rows, view.parameter.placements, view.row_dim, view.r
-        if key not in self._places:
-            held = [view.rows_of(n) for n in dist.get_process_group_ranks(self.by_split[view.rows])]
-            places = torch.empty(2, view.r, dtype=torch.int64)
-            for rank, rows in enumerate(held):
-                places[0, rows], places[1, rows] = rank, torch.arange(len(rows))
-            ranks, rows = places.to(local_part(view.parameter).device)
-            self._places[key] = (ranks, rows), max(map(len, held))
-        return self._places[key]
+    def _padded(self, view: View, part: Tensor) -> Tensor:
+        """Lengthen a part to the rows of the largest one."""
+        lacking = self._places_of(view).most - part.shape[view.row_dim]
+        pads = (0, 0, 0, lacking) if view.row_dim == 0 else (0, lacking)
+        return torch.nn.functional.pad(part, pads) if lacking else part
+
+    def _in_order(self, view: View, by_rank: Tensor) -> Tensor:
+        """Return the rows (r, n) of padded parts, (ranks, most, n) or (ranks, n, most): a copy."""
+        ranks, places, _ = self._places_of(view)
+        if view.row_dim == 0:
+            return by_rank[ranks, places]
+        return by_rank.movedim(0, 1)[:, ranks, places].mT
+
+    def _places_of(self, view: View) -> RowPlaces:
+        assert isinstance(view.parameter, DTensor) and view.row_split is not None
+        key = view.row_split, view.parameter.placements, view.row_dim, view.r
+        if key not in self._row_places:
+            members = dist.get_process_group_ranks(self.by_split[view.row_split])
+            rows = [view.rows_of(rank) for rank in members]
+            found = torch.empty(2, view.r, dtype=torch.int64)
+            for number, own in enumerate(rows):
+                found[0, own], found[1, own] = number, torch.arange(len(own))
+            ranks, places = found.to(local_part(view.parameter).device)
+            self._row_places[key] = RowPlaces(ranks, places, max(map(len, rows)))
+        return self._row_places[key]
 
 
-class Share(Generic[Seen]):
-    """Matrices whose Q the ranks of a group share out.
+class Division(Generic[Seen]):
+    """Linears, tuples of matrices, that the ranks of a process group divide among themselves.
 
-    Each rank has the sums of its own matrices alone, and all ranks get the results of all.
-    ``by_rank`` has the matrices of each rank; vectors in equal places have equal lengths. ``equal``
-    says that the ranks' terms are equal, and so the sums already.
+    Each rank gets the sums of its own matrices alone, computes their results, and gets those of the
+    other ranks. ``summed`` says that the ranks' terms are equal: they are the sums already.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, by_rank: Sequence[Sequence[Seen]], equal: bool
-    ) -> None:
-        self.group, self.by_rank, self.equal = group, by_rank, equal
-        self._own = by_rank[group.rank()]
+    def __init__(self, group: dist.ProcessGroup, summed: bool) -> None:
+        self.group, self.summed = group, summed
+        self.by_rank: list[list[tuple[Seen, ...]]] = [[] for _ in range(group.size())]
+        self.own = self.by_rank[group.rank()]
+
+    def deal(self, linears: list[tuple[Seen, ...]]) -> list[tuple[Seen, ...]]:
+        """Give each rank as many linears of equal vectors, and return those that are left over."""
+        each = len(linears) // len(self.by_rank)
+        for rank, own in enumerate(self.by_rank):
+            own += linears[rank * each : (rank + 1) * each]
+        return linears[len(self.by_rank) * each :]
 
     def reduce(self, terms: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """Return the sums of this rank's matrices; each rank has terms of all."""
-        if self.equal:
-            return {view: terms[view] for view in self._own}
-        message = torch.cat([terms[view] for view in chain.from_iterable(self.by_rank)])
+        """Return the sums of this rank's matrices, by one reduce-scatter of terms of all."""
+        own = list(chain(*self.own))
+        if self.summed:
+            return {view: terms[view] for view in own}
+        # Rank after rank: each has as many matrices of each length.
+        message = torch.cat([terms[view] for view in chain(*self._matrices())])
         sums = message.new_empty(message.numel() // self.group.size())
         reduce_scatter(sums, message, group=self.group)
-        parts = sums.split([terms[view].numel() for view in self._own])
-        return dict(zip(self._own, parts, strict=True))
+        return dict(zip(own, sums.split([terms[view].numel() for view in own]), strict=True))
 
-    def gather(self, own: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """Return the vectors of all ranks; each has those of its own matrices."""
-        message = torch.cat([own[view] for view in self._own])
-        everyone = message.new_empty(self.group.size(), message.numel())
-        all_gather(everyone.view(-1), message, group=self.group)
-        sizes = [own[view].numel() for view in self._own]
+    def gather(self, results: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
+        """Return the vectors of all ranks' matrices, from those of this rank, by one all-gather."""
+        vectors = [results[view] for view in chain(*self.own)]
+        sizes = [vector.numel() for vector in vectors]
+        messages = gathered(torch.cat(vectors), self.group)  # (ranks, elements)
         found: dict[Seen, Tensor] = {}
-        for views, row in zip(self.by_rank, everyone, strict=True):
-            found |= zip(views, row.split(sizes), strict=True)
+        for matrices, message in zip(self._matrices(), messages, strict=True):
+            found |= zip(matrices, message.split(sizes), strict=True)
         return found
+
+    def _matrices(self) -> list[list[Seen]]:
+        """Return the matrices of each rank, linear after linear."""
+        return [list(chain(*linears)) for linears in self.by_rank]

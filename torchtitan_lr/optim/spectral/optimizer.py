@@ -13,13 +13,12 @@ Ranks that split n have terms of N Nᵀ, and sum them. Ranks that split r gather
 weight if the rule needs its Gram matrix (`GramGroups.gather_rows`). If they do not split n, each
 then has N Nᵀ without a sum.
 
-The ranks that hold parts of the same matrices share the work on Q (`Share`): each gets the sums of
-an equal number of linears (reduce-scatter), and all get their Q (all-gather), which are as many
+The ranks that hold parts of the same matrices divide the work on Q (`Division`): each gets the sums
+of an equal number of linears (reduce-scatter), and all get their Q (all-gather), which are as many
 bytes as one all-reduce of the sums. Fewer linears than ranks are left over: every rank computes Q
 of these.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, cast
@@ -31,9 +30,9 @@ from torch import Tensor
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
 from torchtitan_lr.compat.linalg import between
 from torchtitan_lr.numerics import exact_products, rounded_once
-from torchtitan_lr.optim.base import OwnOptimizer, split_buckets
+from torchtitan_lr.optim.base import OwnOptimizer, alike, split_buckets
 from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
-from torchtitan_lr.optim.spectral.layout import GramGroups, Share, View, batches
+from torchtitan_lr.optim.spectral.layout import Division, GramGroups, Split, View, batches
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
 
 LAUNCH_ELEMENTS = 2**24
@@ -45,7 +44,7 @@ class SpectralWeight(View):
 
     def __init__(self, parameter: Tensor, row_dim: int, hyper: dict[str, Any], rule: Rule) -> None:
         super().__init__(parameter, row_dim)
-        # Its group: ``lr`` and ``weight_decay``, ``momentum`` and ``nesterov``.
+        # Its parameter group: ``lr`` and ``weight_decay``, ``momentum`` and ``nesterov``.
         self.hyper, self.rule = hyper, rule
         weight = local_part(parameter).detach()
         self.momentum = torch.zeros_like(weight, dtype=self.dtype)  # M, this rank's part
@@ -93,25 +92,19 @@ class SpectralOptimizer(OwnOptimizer):
 
     Gradients must be summed over the data-parallel ranks, as DDP and FSDP2 do. Embedding, head and
     vectors need another optimizer, such as AdamW.
-
-    Args:
-        params: Matrices, named ones or not, or groups of them as torch has them.
-        rule: One of `rules.RULES`.
-        pairs: A (r, d_in) and B (d_out, r) of every linear B A. Only Muon takes matrices that are
-            in no pair.
-        lr: η, with the decay λ, the momentum β, and whether N looks ahead (``nesterov``).
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
-        rule: str = "Muon",
+        params: Iterable[Any],  # matrices, named ones or not, or torch's parameter groups of them
+        rule: str = "Muon",  # one of `rules.RULES`
+        # A (r, d_in) and B (d_out, r) of every linear B A; of the rules Muon alone takes others.
         pairs: Iterable[tuple[Tensor, Tensor]] = (),
         *,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
-        nesterov: bool = False,
+        nesterov: bool = False,  # whether N looks ahead
     ) -> None:
         self.rule, pairs = RULES[rule], list(pairs)
         defaults = {"lr": lr, "weight_decay": weight_decay}
@@ -129,37 +122,29 @@ class SpectralOptimizer(OwnOptimizer):
         linears: list[Linear] = [(matrix,) for matrix in self.matrices]
         if self.rule.pairs_only:
             linears = [(found[A], found[B]) for A, B in pairs]
-        self._share_out(linears)
+        self._divide(linears)
         for parameter, matrix in found.items():
             self.state[parameter] = matrix.state()
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of its messages by the names of their mesh dimensions."""
+        """Return the process groups of its messages by the names of their mesh dimensions."""
         return self.groups.by_name()
 
-    def _share_out(self, linears: Iterable[Linear]) -> None:
-        """Divide linears into shares of the ranks that hold parts of them, and those left over."""
-        # Ranks can take equal numbers of linears of one r and dtype that they split alike.
-        alike: dict[Any, list[Linear]] = defaultdict(list)
-        for linear in linears:
-            ways = {(m.columns or m.rows, m.columns is None) for m in linear}
-            split, equal = ways.pop() if len(ways) == 1 else (None, True)
-            alike[split, equal, linear[0].dtype, linear[0].r].append(linear)
-        self._left: list[Linear] = []
-        by_message: dict[Any, list[list[Linear]]] = {}  # each rank's linears
-        for (split, equal, dtype, _), same in alike.items():
-            ranks = 1 if split is None else self.groups.by_split[split].size()
-            each = len(same) // ranks if ranks > 1 else 0
-            self._left += same[ranks * each :]
-            if each:
-                of_ranks = by_message.setdefault((split, equal, dtype), [[] for _ in range(ranks)])
-                for rank, own in enumerate(of_ranks):
-                    own += same[rank * each : (rank + 1) * each]
-        self._shares: list[tuple[list[Linear], Share[SpectralWeight]]] = []
-        for (split, equal, _), of_ranks in by_message.items():
-            group = self.groups.by_split[split]
-            matrices = [list(chain(*own)) for own in of_ranks]
-            self._shares.append((of_ranks[group.rank()], Share(group, matrices, equal)))
+    def _divide(self, linears: Iterable[Linear]) -> None:
+        """Divide the work on Q among the ranks that hold parts of the same linears."""
+        self._left: list[Linear] = []  # every rank computes Q of these
+        divisions: dict[Any, Division[SpectralWeight]] = {}  # each has messages of its own
+        for same in alike(
+            linears, lambda linear: (_split_of(linear), linear[0].dtype, linear[0].r)
+        ):
+            split, summed = _split_of(same[0])
+            if split is None:
+                self._left += same
+                continue
+            key = split, summed, same[0][0].dtype
+            division = divisions.setdefault(key, Division(self.groups.by_split[split], summed))
+            self._left += division.deal(same)
+        self._divisions = [division for division in divisions.values() if division.own]
 
     def update(self, rejected: Tensor) -> None:
         """Update all matrices, unless the step is rejected."""
@@ -170,12 +155,12 @@ class SpectralOptimizer(OwnOptimizer):
             left = self.groups.sum_terms({m: terms[m] for m in chain(*self._left)})
             for found in self._directions(self._left, left):
                 self._change(found, N, rejected)
-            # Of the others each rank computes a share of Q.
-            for linears, share in self._shares:
+            # Of the others each rank computes some.
+            for division in self._divisions:
                 own: dict[SpectralWeight, Tensor] = {}
-                for found in self._directions(linears, share.reduce(terms)):
+                for found in self._directions(division.own, division.reduce(terms)):
                     own |= found
-                self._change(share.gather(own), N, rejected)
+                self._change(division.gather(own), N, rejected)
 
     def _accumulate(self, rejected: Tensor) -> dict[SpectralWeight, Tensor]:
         """Take the gradients into the momenta, and return this rank's part of each N."""
@@ -215,7 +200,7 @@ class SpectralOptimizer(OwnOptimizer):
         for m in self.matrices:
             u = own_part(m.parameter, cast(Tensor, m.u), {m.row_dim: 0})
             products[m] = m.oriented(m.exact_part()).mT @ u
-        v = self.groups.sum_terms(products, rows=True)  # Wᵀu (n,)
+        v = self.groups.sum_terms(products, over_rows=True)  # Wᵀu (n,)
         parts: dict[SpectralWeight, Tensor] = {}
         for m in self.matrices:
             parts[m] = (m.oriented(m.exact_part()) @ v[m]).unsqueeze(1 - m.row_dim)
@@ -250,13 +235,13 @@ class SpectralOptimizer(OwnOptimizer):
                 torch._foreach_copy_(own, list(u.unbind()))
             Q = unpacked(rows[:, : r * (r + 1) // 2], r).masked_fill(rejected, 0.0)  # (b, r, r)
             Q_of = dict(zip(matrices, Q, strict=True))
-            for hyper, alike in _launches(matrices):
-                lr, dtype = float(hyper["lr"]), alike[0].dtype
+            for hyper, same in _launches(matrices):
+                lr, dtype = float(hyper["lr"]), same[0].dtype
                 kept, grown = self.rule.decayed(lr, float(hyper["weight_decay"]))
                 factor = torch.full_like(rejected, kept, dtype=dtype).masked_fill(rejected, 1.0)
-                with rounded_once([local_part(m.parameter) for m in alike], dtype) as weights:
+                with rounded_once([local_part(m.parameter) for m in same], dtype) as weights:
                     torch._foreach_mul_(weights, factor)
-                    for m, weight in zip(alike, weights, strict=True):
+                    for m, weight in zip(same, weights, strict=True):
                         # All rows, unless ranks split r.
                         part = own_part(m.parameter, Q_of[m], {m.row_dim: 0})
                         m.oriented(weight).addmm_(part, momenta[m], alpha=-lr * grown)
@@ -267,17 +252,23 @@ def short_side(matrix: Tensor) -> int:
     m, n = matrix.shape
     if m != n:
         return 0 if m < n else 1
-    return 1 if View(matrix, 0).rows is not None else 0
+    return 1 if View(matrix, 0).row_split is not None else 0
+
+
+def _split_of(linear: Linear) -> tuple[Split | None, bool]:
+    """Return the ranks that hold parts of a linear, and whether each has its sums without a sum.
+
+    None if they are not the same ones for both factors.
+    """
+    found = {(m.column_split or m.row_split, m.column_split is None) for m in linear}
+    return found.pop() if len(found) == 1 else (None, True)
 
 
 def _launches(
     matrices: Iterable[SpectralWeight],
 ) -> Iterator[tuple[dict[str, Any], list[SpectralWeight]]]:
-    """Yield matrices of one group and dtype, which one kernel changes, with the group."""
-    alike: dict[Any, list[SpectralWeight]] = defaultdict(list)
-    for matrix in matrices:
-        alike[id(matrix.hyper), matrix.dtype].append(matrix)
-    for same in alike.values():
+    """Yield matrices of one parameter group and dtype, which one kernel changes, with the group."""
+    for same in alike(matrices, lambda matrix: (id(matrix.hyper), matrix.dtype)):
         sizes = [matrix.momentum.numel() for matrix in same]
         for bucket in split_buckets(same, sizes, LAUNCH_ELEMENTS):
             yield same[0].hyper, bucket

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.optim.spectral.algebra import (
-    POLAR_EXPRESS,
-    inverse_root,
-    spectral_norm,
-    symmetric,
-    unpacked,
-)
+from torchtitan_lr.optim.spectral import algebra
 
 _FLOOR = {torch.float32: 100.0, torch.float64: 2.0**26}
 """The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding ε. R then
@@ -68,8 +62,8 @@ class Rule(ABC):
         triangle = r * (r + 1) // 2
         sizes = (triangle, triangle * self.weight_grams, r * self.weight_norms, self.weight_norms)
         gram, weight_gram, Wu, square = vectors.split(sizes, dim=1)
-        weight_gram = unpacked(weight_gram, r) if self.weight_grams else weight_gram
-        return Needs(unpacked(gram, r), weight_gram, Wu, square.flatten())
+        weight_gram = algebra.unpacked(weight_gram, r) if self.weight_grams else weight_gram
+        return Needs(algebra.unpacked(gram, r), weight_gram, Wu, square.flatten())
 
     @abstractmethod
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
@@ -95,7 +89,7 @@ class Muon(Rule):
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
         """Return Q."""
         (each,) = needs
-        return [(0.2 * longest**0.5 * inverse_root(each.gram), None)]
+        return [(0.2 * longest**0.5 * algebra.inverse_root(each.gram), None)]
 
 
 class Spectron(Rule):
@@ -114,10 +108,10 @@ class Spectron(Rule):
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
         """Return Q_A and Q_B, each with the next u."""
         A, B = needs
-        sigma_A, u_A = spectral_norm(A.Wu, A.square)
-        sigma_B, u_B = spectral_norm(B.Wu, B.square)
+        sigma_A, u_A = algebra.spectral_norm(A.Wu, A.square)
+        sigma_B, u_B = algebra.spectral_norm(B.Wu, B.square)
         rho = (1 / (sigma_A + sigma_B + 1))[:, None, None]
-        Q_A, Q_B = rho * inverse_root(A.gram), rho * inverse_root(B.gram)
+        Q_A, Q_B = rho * algebra.inverse_root(A.gram), rho * algebra.inverse_root(B.gram)
         return [(Q_A, u_A), (Q_B, u_B)]
 
 
@@ -142,12 +136,12 @@ class LoRAMuon(Rule):
         A, B = needs
         floor = _FLOOR[A.gram.dtype]
         least = floor * torch.finfo(A.gram.dtype).eps
-        R_A = inverse_root(A.weight_gram, POLAR_EXPRESS, least)
-        R_B = inverse_root(B.weight_gram, POLAR_EXPRESS, least)
+        R_A = algebra.inverse_root(A.weight_gram, algebra.POLAR_EXPRESS, least)
+        R_B = algebra.inverse_root(B.weight_gram, algebra.POLAR_EXPRESS, least)
         rounding = 1 / (floor * A.gram.shape[-1])  # of a whitened Gram matrix, in its trace's units
-        Q_A = R_B @ inverse_root(R_B @ A.gram @ R_B, floor=rounding) @ R_B / 2
-        Q_B = R_A @ inverse_root(R_A @ B.gram @ R_A, floor=rounding) @ R_A / 2
-        return [(symmetric(Q_A), None), (symmetric(Q_B), None)]
+        Q_A = R_B @ algebra.inverse_root(R_B @ A.gram @ R_B, floor=rounding) @ R_B / 2
+        Q_B = R_A @ algebra.inverse_root(R_A @ B.gram @ R_A, floor=rounding) @ R_A / 2
+        return [(algebra.symmetric(Q_A), None), (algebra.symmetric(Q_B), None)]
 
     def decayed(self, lr: float, weight_decay: float) -> tuple[float, float]:
         """Decay W = B A: with s = √(1 − ηλ), A ← s A + ΔA / s, and B likewise."""

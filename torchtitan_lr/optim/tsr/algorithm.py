@@ -26,7 +26,6 @@ Tall and square matrices are transposed first, because GaLore projects them on t
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,9 +42,8 @@ from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.numerics import scale_
-from torchtitan_lr.optim.base import OwnOptimizer, split_buckets
+from torchtitan_lr.optim.base import OwnOptimizer, alike, split_buckets
 from torchtitan_lr.optim.gradients import clip_factor, share_of_square
-from torchtitan_lr.optim.tsr.drift import Drift
 from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.stack import (
     DenseParameters,
@@ -55,7 +53,7 @@ from torchtitan_lr.optim.tsr.stack import (
     stack_alike,
     write,
 )
-from torchtitan_lr.optim.tsr.sums import EarlySums, Groups, Sum, sum_over
+from torchtitan_lr.optim.tsr.sums import Drift, EarlySums, ProcessGroups, Sum, sum_over
 
 
 @dataclass
@@ -85,8 +83,9 @@ class TSRAdam(OwnOptimizer):
     >>> model(torch.ones(1, 16)).square().sum().backward()
     >>> optimizer.step()
 
-    With a ``group``, do not reduce the gradients (no DDP): `step` sums what it needs of them. Of
-    DTensors, FSDP2's for example, it also finds the groups that shard them.
+    With a ``group``, do not reduce the gradients (no DDP): `step` sums what it needs of them. So
+    the loss of a rank is its part of the whole batch's: divide a mean by the number of ranks. Of
+    DTensors, FSDP2's for example, it also finds the process groups that shard them.
 
     `step` needs no other call, with ``found_inf`` or without. A parameter without a gradient counts
     as one whose gradient is zero. A trainer that sums during backward and clips calls the methods
@@ -94,23 +93,12 @@ class TSRAdam(OwnOptimizer):
     and freed, as soon as backward has produced it.
 
     All state is in fp32 or wider: a bf16 second moment at β₂ = 0.999 would never decay.
-
-    Args:
-        named_parameters: Name and parameter, as ``model.named_parameters()`` yields them, or groups
-            of them as torch has them: ``[{"params": model.named_parameters(), "lr": 0.01}]``.
-        settings: Rank, refreshes and the other ``tsr_*`` settings.
-        lr: η, with β₁, β₂, ε and λ (``weight_decay``).
-        group: Ranks with equal parameters and different data; None if there is only one.
-        stages: Pipeline ranks, each with other parameters; None without pipelining.
-        average: Whether gradients are averaged over ``group``, as DDP does. Else they are summed,
-            for a loss that is already divided by the tokens of the global batch.
-        wire_dtype: Dtype in which sums over ``group`` travel; None for that of the tensors.
-        order: The trained parameters in the model's order, by default that of the groups: sums
-            start while backward goes through it from its end.
     """
 
     def __init__(
         self,
+        # As ``model.named_parameters()`` yields them, or torch's parameter groups of such:
+        # ``[{"params": model.named_parameters(), "lr": 0.01}]``.
         named_parameters: Iterable[Any],
         settings: TSRSettings,
         *,
@@ -119,18 +107,19 @@ class TSRAdam(OwnOptimizer):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        group: dist.ProcessGroup | None = None,
-        stages: dist.ProcessGroup | None = None,
-        average: bool = True,
-        wire_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,  # ranks with equal parameters and different data
+        stages: dist.ProcessGroup | None = None,  # pipeline ranks, each with other parameters
+        wire_dtype: torch.dtype | None = None,  # of sums over ``group``; None for the tensors' own
+        # The trained parameters in the model's order, by default that of the parameter groups: sums
+        # start while backward goes through it from its end.
         order: Sequence[Tensor] = (),
     ) -> None:
         defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         super().__init__(named_parameters, defaults | {"weight_decay": weight_decay})
-        self.settings, self._average = settings, average
+        self.settings = settings
         names = _trained_names(self.param_groups)
         wire = {"replicas": group, "stages": stages, "wire_dtype": wire_dtype}
-        self.groups = Groups.of(names, **wire)
+        self.groups = ProcessGroups.of(names, **wire)
         shapes = {names[p]: tuple(p.shape) for p in names}
         if stages is not None:  # refreshes are spread over the whole model's matrices
             for of_stage in from_all_ranks(dict(shapes), stages):
@@ -139,13 +128,13 @@ class TSRAdam(OwnOptimizer):
 
         self.steps = torch.zeros((), dtype=torch.float32)  # on the host
         self.stacks: list[MatrixStack] = []  # the compressed matrices
-        # Hyperparameters, and what `step` updates with them.
+        # Parameter groups, and what `step` updates with their hyperparameters.
         self._updates: list[tuple[dict[str, Any], list[MatrixStack | DenseParameters]]] = []
-        # Where each compressed matrix is, and the groups that split each other parameter.
+        # Where each compressed matrix is, and the number of ranks that split each other parameter.
         self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
-        self._dense: dict[Tensor, list[dist.ProcessGroup]] = {}
-        for torch_group in self.param_groups:
-            trained = [p for p in torch_group["params"] if p in names]
+        self._dense: dict[Tensor, int] = {}
+        for param_group in self.param_groups:
+            trained = [p for p in param_group["params"] if p in names]
             compressed = [(plans[names[p]], p) for p in trained if names[p] in plans]
             stacks = stack_alike(compressed, self.groups, settings)
             dense = DenseParameters([p for p in trained if names[p] not in plans])
@@ -154,14 +143,14 @@ class TSRAdam(OwnOptimizer):
             for parameter in dense.parameters:
                 dims = range(parameter.dim())
                 split = chain.from_iterable(self.groups.splitting(parameter, dim) for dim in dims)
-                self._dense[parameter] = list(split)
+                self._dense[parameter] = prod(process_group.size() for process_group in split)
             self.stacks += stacks
-            parts: list[MatrixStack | DenseParameters] = [*stacks, dense]
-            self._updates.append((torch_group, parts))
-            for part in parts:
-                for index, parameter in enumerate(part.parameters):
+            updated: list[MatrixStack | DenseParameters] = [*stacks, dense]
+            self._updates.append((param_group, updated))
+            for each in updated:
+                for index, parameter in enumerate(each.parameters):
                     # It shares the memory of the stacks.
-                    self.state[parameter] = {"step": self.steps, **part.state(index)}
+                    self.state[parameter] = {"step": self.steps, **each.state(index)}
 
         # A pipeline stage may have no compressed matrix.
         like = self.stacks[0].exp_avg if self.stacks else local_part(next(iter(names)))
@@ -214,10 +203,7 @@ class TSRAdam(OwnOptimizer):
         sums = []
         for bucket in split_buckets(parameters, sizes, -(-sum(sizes) // count)):
             sums.append(Sum(bucket, partial(self._sum_cores, bucket)))
-        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # one message has one dtype
-        for parameter in whole:
-            by_dtype[parameter.dtype].append(parameter)
-        for same in by_dtype.values():
+        for same in alike(whole, lambda parameter: parameter.dtype):  # one message has one dtype
             sizes = [local_part(parameter).numel() for parameter in same]
             most = min(-(-sum(sizes) // count), BUCKET_ELEMENTS)
             for bucket in split_buckets(same, sizes, most):
@@ -309,10 +295,6 @@ class TSRAdam(OwnOptimizer):
             # What a refresh holds and gathers at a time fits into one bucket.
             for bucket in split_buckets(due, [stack.held] * len(due), BUCKET_ELEMENTS):
                 step.refreshed.append(stack.refresh(bucket, self._drift))
-        if self._average and self.groups.replicas is not None:
-            gradients = [local_gradient(parameter) for parameter in self._dense]
-            share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
-            scale_([self._cores, *gradients, *(new.C for new in step.refreshed)], share)
         share = self._share_of_square(step.projected, step.refreshed)
         for new in step.refreshed:
             write(new.stack.C, new.indices, new.C)
@@ -322,18 +304,14 @@ class TSRAdam(OwnOptimizer):
         self, projected: Iterable[Tensor], refreshed: Sequence[Refreshed]
     ) -> Tensor:
         """Return this rank's share of the squared norm; see `share_of_square`."""
-        # Each piece with the groups that split it.
-        pieces: list[tuple[Tensor, Iterable[dist.ProcessGroup]]] = []
-        if not refreshed and not any(stack.core_groups for stack in self.stacks):
-            pieces.append((self._cores, ()))  # in most steps: all cores are one piece
+        if not refreshed and all(stack.core_ranks == 1 for stack in self.stacks):
+            pieces = [(self._cores, 1)]  # in most steps: all cores are one piece
         else:
-            for parameter in projected:
-                pieces.append((self._core(parameter), self._compressed[parameter][0].core_groups))
-        pieces += [(new.C, new.stack.core_groups) for new in refreshed]
-        pieces += [(local_gradient(parameter), split) for parameter, split in self._dense.items()]
-        splits = ((piece, prod(group.size() for group in split)) for piece, split in pieces)
+            pieces = [(self._core(p), self._compressed[p][0].core_ranks) for p in projected]
+        pieces += [(new.C, new.stack.core_ranks) for new in refreshed]
+        pieces += [(local_gradient(parameter), ranks) for parameter, ranks in self._dense.items()]
         stages = 1 if self.groups.stages is None else self.groups.stages.size()
-        return share_of_square(splits, stages)
+        return share_of_square(pieces, stages)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does.
@@ -359,9 +337,9 @@ class TSRAdam(OwnOptimizer):
         for new in refreshed:
             new.accept(rejected)
         steps = float(self.steps) + 1
-        for hyper, parts in self._updates:
-            for part in parts:
-                part.update(steps, hyper, rejected)
+        for param_group, updated in self._updates:
+            for each in updated:
+                each.update(steps, param_group, rejected)
         self._uncounted = rejected, [(new.stack, new.indices) for new in refreshed]
         if self.found_inf is None:
             self._count(rejected=False)
@@ -410,7 +388,7 @@ class TSRAdam(OwnOptimizer):
 
 
 def _trained_names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
-    """Return the names of the parameters that are trained, in the order of the groups."""
+    """Return the names of the parameters that are trained, in the order of the parameter groups."""
     names: dict[Tensor, str] = {}
     for group in groups:
         if "param_names" not in group:

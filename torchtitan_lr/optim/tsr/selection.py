@@ -128,8 +128,7 @@ def plan_matrices(
 ) -> dict[str, MatrixPlan]:
     """Plan the compressed matrices, from the global shapes of the whole model's parameters.
 
-    Raises:
-        ConfigError: No matrix is left to compress, or a rank is larger than a side of its matrix.
+    A ConfigError if no matrix is left to compress, or a rank is larger than a side of its matrix.
     """
     chosen = {name for name, shape in shapes.items() if len(shape) == 2}
     if not settings.compress_head:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Algorithm 1's equations, on matrices that are alike; AdamW on what is not compressed."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
-from torchtitan_lr.optim.tsr.drift import Drift
+from torchtitan_lr.optim.base import alike
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
-from torchtitan_lr.optim.tsr.sums import Groups, summed
+from torchtitan_lr.optim.tsr.sums import Drift, ProcessGroups, summed
 from torchtitan_lr.optim.tsr.svd import Batch, Shards, draw_basis, draw_sketches, randomized_svd
 
 
@@ -47,7 +47,7 @@ class MatrixStack:
         self,
         plans: Sequence[MatrixPlan],
         parameters: Sequence[Tensor],
-        groups: Groups,
+        groups: ProcessGroups,
         settings: TSRSettings,
     ) -> None:
         self.plans, self.parameters = list(plans), list(parameters)
@@ -66,9 +66,9 @@ class MatrixStack:
         self.held = plan.held(block, sizes)
         # Whether a refresh sums dense gradients, not sketches, over the replicas.
         self.sends_dense, _ = plan.sends(*block)
-        # The groups whose ranks split a core, and those whose ranks each have one term of it.
-        self.core_groups = () if plan.two_sided else columns
-        self.contracted = {*rows, *columns}.difference(self.core_groups)
+        # The number of ranks that split a core, and the groups whose ranks have terms of it.
+        self.core_ranks = 1 if plan.two_sided else prod(sizes[1])
+        self.contracted = {*rows, *columns} if plan.two_sided else {*rows}
         weight = local_part(parameters[0])
         b, r = len(parameters), plan.rank
         m, n = self._oriented(weight).shape
@@ -264,17 +264,19 @@ class DenseParameters:
 
 
 def stack_alike(
-    matrices: Sequence[tuple[MatrixPlan, Tensor]], groups: Groups, settings: TSRSettings
+    matrices: Sequence[tuple[MatrixPlan, Tensor]], groups: ProcessGroups, settings: TSRSettings
 ) -> list[MatrixStack]:
     """Stack the matrices that are alike."""
-    alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
-    for plan, parameter in matrices:
+
+    def kind(matrix: tuple[MatrixPlan, Tensor]) -> Hashable:
+        plan, parameter = matrix
         part = local_part(parameter)
         split = tuple(groups.splitting(parameter, dim) for dim in (0, 1))
         shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
-        alike[split, shape, part.shape, part.dtype].append((plan, parameter))
+        return split, shape, part.shape, part.dtype
+
     stacks = []
-    for same in alike.values():
+    for same in alike(matrices, kind):
         plans, parameters = zip(*same, strict=True)
         stacks.append(MatrixStack(plans, parameters, groups, settings))
     return stacks

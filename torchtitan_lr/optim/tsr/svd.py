@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lr.compat.linalg import convergence_on_device
-from torchtitan_lr.optim.tsr.sums import Groups, gathered, summed
+from torchtitan_lr.compat.process_groups import gathered
+from torchtitan_lr.optim.tsr.sums import ProcessGroups, summed
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Batch:
 
     gradients: Sequence[Tensor]  # this rank's blocks of G, each (m, n); may be empty
     shards: Shards
-    replicas: Groups | None = None
+    replicas: ProcessGroups | None = None
     """Has the group over which the gradients are partial sums; None if they are complete."""
 
     def times(self, X: Tensor, transposed: bool = False) -> Tensor:

@@ -205,9 +205,9 @@ def test_finite_gradients_never_make_weights_that_are_not(rule, size):
 def test_products_are_exact_whatever_the_run_allows(monkeypatch):
     """On a GPU a run may allow TF32, as `torch.set_float32_matmul_precision` says."""
     seen = []
-    usual = rules.inverse_root
+    usual = algebra.inverse_root
     precision = torch.get_float32_matmul_precision
-    monkeypatch.setattr(rules, "inverse_root", lambda *a: seen.append(precision()) or usual(*a))
+    monkeypatch.setattr(algebra, "inverse_root", lambda *a: seen.append(precision()) or usual(*a))
     torch.set_float32_matmul_precision("medium")
     try:
         Linear().build("Muon").step()

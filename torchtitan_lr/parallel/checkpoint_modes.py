@@ -5,22 +5,19 @@
 block's input, backward recomputes up-projections, rotary embedding, norms, SwiGLU and attention; no
 down-projection runs twice (CoLA-M: CoLA, section 4). Under BTP the latents are saved after the
 all-reduce, with the norms' statistics, so that recomputation communicates nothing (BOOST, section
-4).
-
-The mechanism is in `models.recomputation`.
+4). How it does so is in `models.low_rank_checkpoint`.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper, checkpointed_modules
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
-from torchtitan_lr.models.recomputation import checkpoint_block, mark_in_graphs
+from torchtitan_lr.models.low_rank_checkpoint import checkpoint_block, mark_in_graphs
 from torchtitan_lr.parallel.context import GatheredAttention
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
@@ -98,20 +95,10 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
     # A block recomputes all up-projections but the last, whose result is the next block's input
     # (CoLA, section 4). Attention's output (b, s, d/T) and log-sum-exp (b, heads/T, s) may stay.
     mark_in_graphs()
-    # Attention counts as an operator that can draw random numbers. To repeat it on a CPU, torch's
-    # partitioner saves the generator's state after the DeviceMesh of the DTensor parameters, where
-    # AOTAutograd expects tensors ("expected all tensors_saved_with_vc_check to be Tensors", seen in
-    # torch 2.13 with any checkpointing). Saving attention is exact.
-    cannot_repeat = any(
-        isinstance(p, DTensor) and p.device_mesh.device_type == "cpu" for p in model.parameters()
-    )
     layers = model.get_submodule("layers")
     for name, block in layers.named_children():
         wrapped = checkpoint_wrapper(
-            block,
-            checkpoint_fn=checkpoint_block,
-            save_attention=save_attention,
-            save_attention_compiled=save_attention or cannot_repeat,
+            block, checkpoint_fn=checkpoint_block, save_attention=save_attention
         )
         layers.register_module(name, wrapped)
     logger.info(

@@ -8,7 +8,7 @@ import pytest
 from tests.support.nightly import nightly
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checkpoints.run_record import run_record, write_record
-from torchtitan_lr.commands.origins import _flat, as_toml, read_origins, read_run
+from torchtitan_lr.commands.config import _flat, as_toml, read_origins, read_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.errors import ConfigError
@@ -25,7 +25,7 @@ def machine(monkeypatch, tmp_path):
     for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(placement, "accelerator", lambda: ("cpu", 0))
+    monkeypatch.setattr(placement, "gpu_count", lambda: 0)
 
 
 def shown(config, *overrides):

@@ -10,8 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.config.schema import AC_MODES
-from torchtitan_lr.models.recomputation import Recomputation, keep
-from torchtitan_lr.parallel.recompute import EAGER_MODES, apply_activation_checkpoint
+from torchtitan_lr.models.low_rank_checkpoint import Recomputation, keep
+from torchtitan_lr.parallel.checkpoint_modes import EAGER_MODES, apply_activation_checkpoint
 from torchtitan_lr.titan.base import ActivationCheckpoint
 
 
