@@ -148,7 +148,8 @@ def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
     for kind, rows in (of_steps | run.outer.kinds_of_steps(busiest["rank"])).items():
         by_wire = {wire: bytes_by_dim(rows, with_wire(run, wire).wire_dtypes) for wire in WIRES}
         kinds[kind] = {wire: _total(sent) for wire, sent in by_wire.items()}
-        seconds[kind] = sum(communication_seconds(rows, run.wire_dtypes, run.mesh, hardware).values())
+        took = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
+        seconds[kind] = sum(took.values())
     if kinds:
         what = {"name": run.entry.name, "bytes": kinds, "seconds": seconds}
         report["kinds_of_steps"] = what
