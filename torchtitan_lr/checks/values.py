@@ -98,7 +98,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
 
     model, rows = config.model, configured_args(config).vocab_size
-    tokens = vocabulary(build_tokenizer(config))
+    tokens = vocabulary(build_tokenizer(config.model.hf_assets_path))
     want = (
         f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
         f"model.vocab_size = {tokens}: this one has {tokens}"

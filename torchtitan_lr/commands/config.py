@@ -41,7 +41,7 @@ from torchtitan_lr.config.build import build_job_config, config_class, with_own_
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import shipped_configs, shown_config
 from torchtitan_lr.config.schema import Model, Training, least_ranks
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.launch.environment import read_environment
 from torchtitan_lr.launch.placement import check_machines, place

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
-from torchtitan_lr.console.tables import named_values
+from torchtitan_lr.console.terminal import named_values
 from torchtitan_lr.errors import require
 
 if TYPE_CHECKING:

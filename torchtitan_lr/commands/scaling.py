@@ -77,7 +77,7 @@ def execute(plan: "Plan", jobs: int) -> int:
 
 def show(plan: "Plan", fit: bool) -> int:
     """Print the table, with the fitted laws or with what is left to do; return the exit status."""
-    from torchtitan_lr.console.tables import text_table
+    from torchtitan_lr.console.terminal import text_table
     from torchtitan_lr.experiments.results import fits_of, rows_of, table, write
     from torchtitan_lr.experiments.sweep import losses_of, read_results
 

@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json, sample_of
-from torchtitan_lr.console.progress import progress
+from torchtitan_lr.console.terminal import progress
 from torchtitan_lr.errors import DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 

@@ -117,7 +117,10 @@ def find_prepared(config: Any, section: Section) -> list[Part]:
         if part.folder:
             found.append(part)
             continue
-        readers, tokenizer = [Reader(each) for each in part.sources], build_tokenizer(config)
+        readers, tokenizer = (
+            [Reader(each) for each in part.sources],
+            build_tokenizer(config.model.hf_assets_path),
+        )
         folder = _place(config, readers, tokenizer)
         if not (folder / RECORD).is_file():
             want = "tokens that are prepared here, since reading a run downloads none: name a text"
@@ -238,7 +241,7 @@ def _tokens(config: Any, share: float) -> tuple[int, int | None]:
 
 def _prepared(config: Any, readers: Sequence[Reader]) -> str:
     """Return the folder of a part; prepare it if needed."""
-    tokenizer = build_tokenizer(config)
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
     folder = _place(config, readers, tokenizer)
     is_new = not (folder / RECORD).is_file()
     if is_new:

@@ -47,12 +47,11 @@ def resolve_assets_path(path: str) -> Path:
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
 
 
-def build_tokenizer(job_config: Any) -> Tokenizer:
-    """Build the tokenizer of the assets folder; a process reads it once.
+def build_tokenizer(path: str) -> Tokenizer:
+    """Build the tokenizer of an assets folder; a process reads it once.
 
     A ConfigError says that there is no such folder, or no readable tokenizer with some tokens.
     """
-    path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
     want = f"a folder that holds {HF_FILE}, as `hf download OWNER/NAME --include"
     want += " '*token*' '*chat*' 'generation*' --local-dir FOLDER` makes one,"

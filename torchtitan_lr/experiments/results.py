@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.console.tables import markdown_table
+from torchtitan_lr.console.terminal import markdown_table
 from torchtitan_lr.experiments.fit import Fit, fit_points, student
 from torchtitan_lr.experiments.plan import Plan
 from torchtitan_lr.experiments.sweep import Point

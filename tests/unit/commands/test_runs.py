@@ -134,10 +134,3 @@ def test_the_loss_is_the_summarys_and_differing_keys_are_listed(tmp_path, capsys
     rows = [line.split() for line in capsys.readouterr().out.partition("\n\n")[2].splitlines()]
     assert rows[0] == ["run", "optimizer.lr", "environment.ranks"]
     assert rows[1:] == [[f"{tmp_path}/a", "0.001", "1"], [f"{tmp_path}/b", "0.002", "2"]]
-    assert runs.main(["--columns=optimizer.eps", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-3].split() == ["run", "optimizer.eps"]
-    # By a key, which a run without it ends; by its name alone it would be the first.
-    leave(tmp_path / "0", 2, state=FINISHED, optimizer={"lr": 5e-3})
-    leave(tmp_path / "00", 2, state=FINISHED)
-    order = ["a", "b", "0", "00"]
-    assert list(listed(capsys, "--sort=optimizer.lr", tmp_path)) == order
