@@ -37,9 +37,8 @@ from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 from torchtitan_lr.launch import run_state
-from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, check_ours, is_held, locked, taken
-from torchtitan_lr.launch.placement import gpu_count
+from torchtitan_lr.launch.placement import gpu_count, launched_ranks
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 

@@ -20,8 +20,6 @@ published times in docs/results.md; "compute" is products and attention. With co
 all plans gather keys and values.
 
 --hardware h100 has 400 Gbit/s a device between nodes; h100_400gbit has it a node of eight devices.
-
-Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 """
 
 import argparse

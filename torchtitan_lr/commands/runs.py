@@ -9,8 +9,6 @@ A run is a dump folder, with metrics.jsonl, or with job_config.json and run.lock
 "failed"; why stands below the table. The losses are those of a summary, in nats per token. The
 second table has the keys in which the runs differ; --json has the same rows for a program. What is
 damaged in a run's files is shown as unknown.
-
-Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 """
 
 import argparse

@@ -9,10 +9,6 @@ A document is held out for validation if its hash is among the lowest 1/200 of a
 copies of one are in the same part. A small corpus holds out the documents with the lowest hashes,
 up to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of the library (one
 in 20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
-
-Of a folder or a pattern, hidden files and folders are not read (backups of editors,
-``.ipynb_checkpoints``). A link that leads out of the folder is refused: who sent the folder could
-have named any file of this machine.
 """
 
 from __future__ import annotations
@@ -408,6 +404,7 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
 
 
 def _refuse_links(files: list[Path], folder: Path, key: str) -> None:
+    """Refuse links out of a folder: who sent it could have named any file of this machine."""
     for file in files:
         want = f"files of {folder}; this one is a link to {file.resolve()}: name that to read it"
         require(not leads_out(file, folder), key, str(file), want)

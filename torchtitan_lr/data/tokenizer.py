@@ -135,10 +135,6 @@ class Tokenizer:
         """Return the ids by token, the added ones included."""
         return dict(self.tokenizer.get_vocab())
 
-    def get_vocab_size(self) -> int:
-        """Return the number of tokens, the added ones included."""
-        return int(self.tokenizer.get_vocab_size())
-
 
 _known = lru_cache(maxsize=2)(Tokenizer)
 
@@ -211,7 +207,8 @@ def stop_ids_of(folder: Path) -> list[int]:
 
 def vocabulary(tokenizer: Tokenizer) -> int:
     """Return the smallest vocabulary that a model needs for a tokenizer: ids can have gaps."""
-    return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    ids = tokenizer.get_vocab()
+    return max(len(ids), 1 + max(ids.values(), default=-1))
 
 
 @lru_cache(maxsize=2)

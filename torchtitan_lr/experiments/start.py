@@ -12,8 +12,13 @@ from typing import Any
 
 from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.placement import Placement, find_device, place
+from torchtitan_lr.launch.placement import (
+    Environment,
+    Placement,
+    find_device,
+    place,
+    read_environment,
+)
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, begin_rank, exit_without_teardown
 
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"

@@ -23,8 +23,14 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError, escaped, require
 from torchtitan_lr.launch import folder_lock, run_state
-from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, check_machines, place
+from torchtitan_lr.launch.placement import (
+    DEFAULT_CONFIG_FILE,
+    Environment,
+    Placement,
+    check_machines,
+    place,
+    read_environment,
+)
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
 from torchtitan_lr.launch.run_state import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED
 from torchtitan_lr.training.history import SUMMARY_FILE, is_number
