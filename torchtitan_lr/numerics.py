@@ -102,7 +102,7 @@ class HostCopy:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         self._copied: torch.Event | None = None
-        if numbers.device.type != "cpu":
+        if numbers.device.type == "cuda":
             # Into pinned memory, else the host would wait for the device here.
             host = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._numbers = host.copy_(numbers, non_blocking=True)

@@ -166,13 +166,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def options(texts: Path) -> Callable[[Combination], list[str]]:
+def options(texts: Path, pytestconfig: pytest.Config) -> Callable[[Combination], list[str]]:
     """Return the arguments of a combination that one process has too, besides the matrix's."""
 
     def of(combination: Combination) -> list[str]:
         found = [*RUN, "--validation.dataset=local"]
-        if combination["optimizer"].startswith("tsr"):
-            found += lengths(2)  # the second half refreshes
+        # TSR-Adam refreshes in the second half.
+        if combination["optimizer"].startswith("tsr") or pytestconfig.getoption("--full"):
+            found += lengths(2)
         found.append(f"--validation.dataset_path={texts}/held_out.jsonl")
         if combination["pipeline"] in ("Interleaved1F1B", "ZBVZeroBubble"):
             found += DEEP

@@ -16,12 +16,8 @@ from torchtitan_lr.data.corpus import Batch, read_parts
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.reader import StepData, StepReader
 
-REPLICATE4 = ["--parallelism.data_parallel_replicate_degree=4", "--training.local_batch_size=2"]
-REPLICATE4_BY_ONE = [*REPLICATE4[:1], "--training.local_batch_size=1"]
+REPLICATE4 = ["--parallelism.data_parallel_replicate_degree=4", "--training.local_batch_size=1"]
 OPTIONS = ["--training.dataset=local", "--training.steps=3", *model("cola")]
-# Bases are recomputed in the second step; no gradient of a matrix is sent.
-CORES = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8", "--optimizer.tsr_embedding_rank=8"]
-CORES += ["--optimizer.tsr_compress_head", "--optimizer.tsr_refresh_interval=2"]
 
 
 def without_some_labels(*args: Any) -> Batch:
@@ -66,7 +62,7 @@ def reference(one_rank: RankPool, corpus: str) -> dict[str, Any]:
 def test_ranks_equal_one_process(
     four_ranks: RankPool, corpus: str, reference: dict[str, Any]
 ) -> None:
-    runs = four_ranks.run(train_on, corpus, REPLICATE4_BY_ONE)
+    runs = four_ranks.run(train_on, corpus, REPLICATE4)
     counts = [run["seen"] for run in runs]
     totals = [total for _, total in reference["seen"]]
     assert all([total for _, total in run] == totals for run in counts)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.data import sources
 from torchtitan_lr.titan.base import ParallelDims
 
 
@@ -64,19 +63,17 @@ def known_setup() -> Iterator[None]:
     """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.
 
     These are the device meshes of equal degrees, which FSDP2 concatenates with tensor parallelism's
-    anew for every parameter, and the list of the corpus's files. DTensor's cache would give
-    parameters the equal mesh of an earlier run, which has other groups.
+    anew for every parameter. DTensor's cache would give parameters the equal mesh of an earlier
+    run, which has other groups.
     """
     _clear_sharding_prop_cache()
     with (
-        patch.object(sources, "library_files", _LIBRARY_FILES),
         patch.object(ParallelDims, "build_mesh", _build_meshes_once),
         patch.object(DeviceMesh, "_concatenate", staticmethod(_concatenate_once)),
     ):
         yield
 
 
-_LIBRARY_FILES = cache(sources.library_files)
 _MESHES: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _BUILD_MESHES = ParallelDims.build_mesh
 _CONCATENATED: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}

@@ -5,11 +5,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.units import backward
 from torchtitan_lr.compression.compressor import ExchangeStream
 
 CYCLES = 2**31
 """A second or so of a busy stream."""
+
+
+class Unit(torch.autograd.Function):
+    """Starts an exchange in backward, as a unit's communicator does."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.call()
+        return gradient, None
 
 
 @pytest.mark.gpu
@@ -41,7 +54,8 @@ def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
                 finished.append(not _is_busy(queue))
         finished.append(not _is_busy(queue))
 
-    backward(unit, next_unit)
+    x = torch.ones(1, requires_grad=True)
+    Unit.apply(Unit.apply(x, next_unit), unit).sum().backward()
     assert finished[0] != may_wait
     copied: Tensor = sums + 0  # on the stream that ran backward
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ enable_wandb = true
 wandb_project = "low-rank tests"
 wandb_run_name = "tiny"
 wandb_group = "integration"
-wandb_tags = ["cola", "four ranks"]
+wandb_tags = ["cola", "two ranks"]
 """
 
 
@@ -31,7 +31,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """CoLA on 4 ranks with everything on, truly started as a user does, from another folder."""
+    """CoLA on 2 ranks with everything on, truly started as a user does, from another folder."""
     base = tmp_path_factory.mktemp("finished")
     config = runs.write_config(
         base / "dump", "llama_cola", steps=99, interval=4, validation_freq=4, extra=WANDB
@@ -41,7 +41,8 @@ def finished(tmp_path_factory):
         cwd=base,
         PYTHON=sys.executable,
         CONFIG_FILE=config.name,
-        LOG_RANK="0,3",
+        NGPU="2",
+        LOG_RANK="1",
     )
     assert done.status == 0, done.everything
     return Run(base / "dump", config, done)

@@ -23,7 +23,6 @@ def again(finished, tmp_path):
             finished.config,
             *("--training.steps=6", "--metrics.no_enable_wandb", f"--job.dump_folder={copy}"),
             *arguments,
-            ranks=4,
         )
         return process.finish(), copy
 

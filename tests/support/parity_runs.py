@@ -115,7 +115,6 @@ def train(
 ) -> dict[str, Any]:
     """Train on the calling process group; call it on every rank.
 
-
     Returns:
         ``losses``, ``grad_norms`` (one per step), ``val_losses``, ``skipped_steps``, ``step``,
         ``dump_folder``, ``last_val_loss`` (on this rank), ``state_dtypes`` (of the optimizer),

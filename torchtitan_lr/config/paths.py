@@ -18,14 +18,23 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def user_path(path: str, key: str) -> Path:
-    """Expand ``~`` and ``${NAME}``, which shells do not in a file."""
+    """Expand ``~`` and ``${NAME}``, which shells do not in a file; refuse what no path can be."""
     filled = path
     for name in _VARIABLE.findall(path):
         value = os.environ.get(name, "")
         if not value:
             raise ConfigError(key, path, f"a path whose variable {name} is set in the environment")
         filled = filled.replace(f"${{{name}}}", value)
-    return Path(filled).expanduser()
+    try:
+        expanded = Path(filled).expanduser()
+        expanded.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:  # also no such home; a null character
+        why = error.strerror if isinstance(error, OSError) else error
+        short = path if len(path) <= 200 else f"{path[:100]}...{path[-20:]}"
+        raise ConfigError(key, short, f"a path to use here ({why})") from error
+    return expanded
 
 
 def expanded(path: str, key: str) -> str:

@@ -90,8 +90,9 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    Nothing else decides it: `training.fingerprint` puts the values of keys that refuse into a save,
-    `checkpoints.record` compares them, and `checkpoints.run_record` lists what is applied.
+    With `OF_RESIDUALS` it decides all: `training.fingerprint` puts the values of keys that refuse
+    into a save, `checkpoints.record` compares them, and `checkpoints.run_record` lists what is
+    applied.
     """
 
     FREE = "free"  # it changes no number
@@ -265,7 +266,7 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients travel between data-parallel ranks: those of FSDP's shards and of
     replicas, TSR-Adam's cores and sketches, and the values that a gradient codec sends. 'bfloat16'
-    halves these bytes. Micro-batches are added up in fp32 either way."""
+    halves these bytes. Micro-batches are added up as without it."""
 
     max_norm: Annotated[float | int, POSITIVE] = 0.5
     """Gradients are clipped to this global norm; inf disables clipping, and is the default with

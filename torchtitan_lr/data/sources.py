@@ -413,10 +413,11 @@ def _refuse_links(files: list[Path], folder: Path, key: str) -> None:
 def library_files(root: Path) -> list[Path]:
     """Return the .py files of a library but empty ones."""
     found = []
-    for file in root.rglob("*.py"):
-        left_out = EXCLUDED & set(file.relative_to(root).parts[:-1])
-        if not left_out and file.is_file() and file.stat().st_size:  # no broken link
-            found.append(file)
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in EXCLUDED]
+        files = (Path(folder, name) for name in names if name.endswith(".py"))
+        # No broken link.
+        found += [file for file in files if file.is_file() and file.stat().st_size]
     return found
 
 

@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -136,25 +135,27 @@ def run_ranks(
         torchrun.addHandler(logging.NullHandler())
         torchrun.propagate = False
     ranks = 1 if environment.comm_mode else environment.ranks
-    given = dict(variables)
+    before, given = dict(os.environ), dict(variables)
     if environment.nodes == 1:  # gloo listens, and unpickles what it receives
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or _LOOPBACK_INTERFACE
     filtered = set(shown) or {-1}  # an empty filter would show all
     logs = DefaultLogsSpecs(str(log_folder), tee=Std.ALL, local_ranks_filter=filtered)
     try:
-        with patch.dict(os.environ, given):
-            rendezvous = meeting(environment)
-            agent = Agent(
-                command, ranks, rendezvous, logs, environment.max_restarts, final=AGAIN_THE_SAME
-            )
-            if signals is not None:
-                signals.agent = agent
-            result = agent.run()
+        os.environ.update(given)
+        rendezvous = meeting(environment)
+        restarts = environment.max_restarts
+        agent = Agent(command, ranks, rendezvous, logs, restarts, final=AGAIN_THE_SAME)
+        if signals is not None:
+            signals.agent = agent
+        result = agent.run()
     except Exception as error:
         what = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         if environment.nodes > 1:
             what = f"the machine of RDZV_ENDPOINT cannot be reached, or the run ended there; {what}"
         return False, Failure(None, None, what, log_folder)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     failure = None if result is None or not result.is_failed() else agent.failure
     if result is None:
         failure = Failure(None, None, "the machines are complete without this one", log_folder)

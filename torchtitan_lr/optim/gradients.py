@@ -20,7 +20,7 @@ from torchtitan_lr.numerics import joint_norm, scale_
 
 @dataclass
 class StoredGradients:
-    """The gradients of a step, of all model parts of a rank, as FSDP or DDP reduces them.
+    """The gradients of a step, of all model parts of a rank, as FSDP2 reduces them.
 
     They are in ``parameter.grad`` before backward ends. An optimizer that sums over the replicas
     itself has an object with the same methods in their place: `TSRAdam`.
@@ -40,7 +40,7 @@ class StoredGradients:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; ``last`` is the step's last one."""
-        return nullcontext()  # FSDP and DDP have hooks of their own
+        return nullcontext()  # FSDP2 has hooks of its own
 
     @torch.no_grad()
     def finish_sums(self) -> Tensor:

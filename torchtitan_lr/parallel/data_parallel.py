@@ -166,11 +166,11 @@ def sum_gradients(model: nn.Module) -> None:
 def round_on_the_wire(model: nn.Module) -> None:
     """Let every FSDP2 or replicated module send its gradients in bf16, the wire's dtype.
 
-    Micro-batches are added up in fp32 in every layout. What ranks sum is in the wire's dtype,
-    ``training.mixed_precision_reduce``:
+    What ranks sum is in the wire's dtype, ``training.mixed_precision_reduce``. Micro-batches are
+    added up in fp32, but under 1. in ``training.dtype``, that of the stored gradients:
 
     1. FSDP2 casts each micro-batch's gradient to the wire's dtype, sums it over the shards in that
-       dtype, and adds the sum to those of the micro-batches before in fp32.
+       dtype, and adds the sum to the stored gradient.
     2. HSDP does the same within the shards; behind the last micro-batch it rounds the fp32 total to
        the wire's dtype once, and sums it over the replicas in that dtype.
     3. Replication adds whole gradients up in fp32, and casts and sums the total over the replicas.

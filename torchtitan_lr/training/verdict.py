@@ -118,8 +118,8 @@ def _reads_found_inf(optimizer: Any, device: torch.device) -> bool:
 class Origin:
     """Where a number that is not finite was made: what the passes of a step note for it.
 
-    A NaN reaches ranks that have not made it; who has sees it in an earlier block. Of a pipeline's
-    stage the last block is looked at, and where ranks share rows every one.
+    A NaN reaches ranks that have not made it, but in later blocks than on the rank that has. Of a
+    pipeline's stage the last block is looked at, and where ranks share rows every one.
     """
 
     def __init__(

@@ -3,16 +3,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
-from tests.support.nightly import nightly
 from torchtitan_lr.experiments import results
 from torchtitan_lr.experiments.experiment import read_experiment
 from torchtitan_lr.experiments.plan import Plan
@@ -94,33 +90,6 @@ def test_our_experiments():
         for path in paths:
             name = path.stem if folder == "train_configs" else str(path)
             assert read_experiment(name).name == path.stem
-
-
-FAMILY = """
-from torchtitan_lr.models.families import ModelFamily
-from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
-from torchtitan_lr.training.register import register_model_family
-from torchtitan.components.optimizer import build_optimizers
-
-register_model_family(ModelFamily("own_family"))
-register_optimizer(OptimizerEntry("OwnAdam", build_optimizers))
-"""
-
-
-@pytest.mark.parametrize("place", ["command line", *nightly("family")])
-def test_a_family_and_an_optimizer_from_outside(tmp_path, place):
-    """Named by custom_import, in a process that does not know them yet."""
-    (tmp_path / "own_family.py").write_text(FAMILY)
-    module = "experimental.custom_import=own_family"
-    own = ["optimizer.name=OwnAdam", *[module] * (place == "family")]
-    family = ("[families.cola]", f"[families.own_family]\noverrides = {own}")
-    command = ["scaling", "plan", write(tmp_path, family), f"--out={tmp_path / 'o'}"]
-    command += [f"--{module}"] * (place == "command line")
-    program = [sys.executable, "-m", "torchtitan_lr", *command]
-    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(program, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()][3] == ["own_family", "a"]
 
 
 def test_the_command_line_wins(tmp_path):

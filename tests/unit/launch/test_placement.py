@@ -9,7 +9,7 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.commands.estimate import read_paper_run
+from torchtitan_lr.commands.estimate_report import read_runs
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher
@@ -118,7 +118,8 @@ def test_a_debug_file_trains_the_same_batches_on_any_ranks(gpus, tmp_path, name,
     check_job_config(found.config, ranks, "cpu", on_paper=True)
     assert (found.environment.ranks, batch(found)) == (ranks, 16)
     assert ("losses depend on the number" in found.note) == (name == "tagc" and ranks > 1)
-    paper = read_paper_run(config.partition("=")[2], ranks, given)  # an estimate is of the same run
+    # An estimate is of the same run.
+    paper = read_runs({name: config.partition("=")[2]}, ranks, "full", given)["as configured"]
     assert paper.tp == found.config.parallelism.tensor_parallel_degree
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.config.schema import BUILT_IN_PLANS
+from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
@@ -15,7 +15,7 @@ LANES = {"lanes": 4, "sync_fraction": 0.5}
 
 
 def test_the_schema_which_loads_no_torch_names_the_plans() -> None:
-    assert list(PLANS) == list(BUILT_IN_PLANS)
+    assert ["auto", *PLANS] == TP_PLANS
 
 
 @pytest.mark.parametrize(
