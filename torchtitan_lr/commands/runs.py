@@ -24,8 +24,8 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import FREE, NO_EFFECT, meanings
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.errors import ConfigError, escaped, require
-from torchtitan_lr.launch import run_state
-from torchtitan_lr.launch.folder_lock import LOCK_FILE, is_held
+from torchtitan_lr.launch import run_folder
+from torchtitan_lr.launch.run_folder import LOCK_FILE, is_held
 from torchtitan_lr.training import history as logged
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
@@ -127,12 +127,12 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _state_of(folder: Path, step: int) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
     if is_held(folder):
-        return run_state.RUNNING, ""
-    record = run_state.read_state(folder)
+        return run_folder.RUNNING, ""
+    record = run_folder.read_state(folder)
     if not record:  # lost, or copied without it
-        return run_state.STOPPED, f"after step {step}; why is not recorded"
-    if record["state"] == run_state.RUNNING:
-        return run_state.FAILED, "killed, or its machine was: it could not record why"
+        return run_folder.STOPPED, f"after step {step}; why is not recorded"
+    if record["state"] == run_folder.RUNNING:
+        return run_folder.FAILED, "killed, or its machine was: it could not record why"
     return record["state"], str(record.get("error") or "")
 
 

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     work = args.out or Path(f"outputs/{experiment.name}")
     # Late: a wrong experiment is reported without torch.
     from torchtitan_lr.experiments.plan import Plan
-    from torchtitan_lr.launch.folder_lock import locked
+    from torchtitan_lr.launch.run_folder import locked
 
     if args.command != "run":
         return show(Plan(experiment, work), args.command == "fit")

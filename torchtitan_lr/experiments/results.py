@@ -18,7 +18,7 @@ from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.console.terminal import markdown_table
 from torchtitan_lr.experiments.plan import Plan
 from torchtitan_lr.experiments.sweep import Point
-from torchtitan_lr.launch.run_state import FINISHED
+from torchtitan_lr.launch.run_folder import FINISHED
 from torchtitan_lr.training.figures import DOTS, THICK, colors_of, finish, new_figure
 
 Row = Mapping[str, Any]

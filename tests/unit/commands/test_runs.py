@@ -5,8 +5,15 @@ import json
 import os
 
 from tests.commands import Command
-from torchtitan_lr.launch.folder_lock import LOCK_FILE, locked
-from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
+from torchtitan_lr.launch.run_folder import (
+    FAILED,
+    FINISHED,
+    LOCK_FILE,
+    RUNNING,
+    STOPPED,
+    locked,
+    write_state,
+)
 from torchtitan_lr.training.history import build_summary, read_history
 
 runs = Command("runs")
