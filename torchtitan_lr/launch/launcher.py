@@ -22,15 +22,8 @@ from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError, escaped, require
-from torchtitan_lr.launch import run_folder
-from torchtitan_lr.launch.placement import (
-    DEFAULT_CONFIG_FILE,
-    Environment,
-    Placement,
-    check_machines,
-    place,
-    read_environment,
-)
+from torchtitan_lr.launch import placement, run_folder
+from torchtitan_lr.launch.placement import Environment, Placement
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
 from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED
 from torchtitan_lr.training.history import SUMMARY_FILE, is_number
@@ -44,7 +37,7 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
 
     The first argument may be CONFIG, a TOML file or a shipped name.
     """
-    arguments, main_job = list(argv), os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
+    arguments, main_job = list(argv), os.environ.get("CONFIG_FILE") or placement.DEFAULT_CONFIG_FILE
     # A first word is CONFIG; one with "=" is an override without its dashes, refused below.
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         twice = any(override.key == CONFIG_FILE_KEY for override in split_arguments(argv[1:]))
@@ -181,8 +174,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def checked(argv: list[str]) -> Placement:
     """Return the ranks of a run that can start, or raise a ConfigError."""
-    environment = read_environment()
-    placed = place(environment, train_arguments(argv, environment))
+    environment = placement.read_environment()
+    placed = placement.place(environment, train_arguments(argv, environment))
     placed.environment.shown()
     if environment.comm_mode:
         # A folder of its own: do not overwrite the real run's curve.
@@ -192,7 +185,7 @@ def checked(argv: list[str]) -> Placement:
     folder = placed.config.job.dump_folder
     if environment.nodes == 1 and run_folder.is_held(folder):
         raise run_folder.taken(folder)  # what a check would find changes while that job trains
-    check_machines(placed.config, placed.environment, placed.device)
+    placement.check_machines(placed.config, placed.environment, placed.device)
     return placed
 
 

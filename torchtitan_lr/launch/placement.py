@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Where a run's ranks compute, how many there are, and whether its degrees fit them.
 
-``NGPU`` sets the number of ranks. Without it, a machine with GPUs gets one rank per GPU, at most
-:data:`DEFAULT_RANKS`, and a machine without GPUs gets that many CPU processes. The shipped debug
-files train the same batches on all of them: `fit` lowers what does not divide the ranks. Other
-configurations are never changed. `commands.train` describes all variables.
+`commands.train` describes the environment variables. The shipped debug files train the same batches
+on any number of ranks: `fit` lowers what does not divide them. Other configurations are never
+changed.
 """
 
 import math
@@ -21,7 +20,7 @@ from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.errors import ConfigError, require
 
-DEFAULT_RANKS = 4
+DEFAULT_RANKS = 4  # without ``NGPU``: the most GPUs, or the CPU processes of a machine without
 
 DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
 """The main job: what the launcher runs without ``CONFIG_FILE``."""
