@@ -55,18 +55,15 @@ def check_other_run(config: Any, world_size: int, device_type: str) -> None:
         if not isinstance(name, str):
             continue
         path, why = Path(dump_folder) / name, ""
+        steps = [folders.step_folder(path, step) for step in folders.all_steps(path)]
         if any(folders.complete_steps(path)):  # step 0 is the start of a run
             if name != checkpoint.folder or not checkpoint.enable:
                 why = f"{path} has checkpoints of one, which this start would not resume; "
             if not checkpoint.enable:
                 why += "checkpoint.enable = true resumes it; "
-        elif any(
-            folders.has_contents(folders.step_folder(path, step))
-            for step in folders.all_steps(path)
-        ):
-            why = (
-                f"the checkpoints in {path} have no {folders.STEP_FILE}, so no start resumes them; "
-            )
+        elif any(map(folders.has_contents, steps)):
+            why = f"the checkpoints in {path} have no {folders.STEP_FILE}, "
+            why += "so no start resumes them; "
         if why:
             want = f"a folder without a run: {why}for a new run choose another folder, as in "
             raise ConfigError("job.dump_folder", dump_folder, want + another_folder(dump_folder))
