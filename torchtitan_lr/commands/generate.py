@@ -5,12 +5,10 @@ A prompt is continued on the terminal as it is generated, or with --json in a li
 
     torchtitan-lr generate outputs/debug_cola --prompt "def main("
 
-A model that was fine-tuned on chats answers on the terminal, by its chat template; Ctrl-D ends:
+A model that was fine-tuned on chats answers on the terminal, by its chat template, until the window
+that it was trained on is full; Ctrl-D ends:
 
     torchtitan-lr generate outputs/debug_cola --chat
-
-A prompt or a chat, and what follows it, fit in the window that the model was trained on, else the
-command fails.
 """
 
 import argparse

@@ -9,9 +9,6 @@ by a Feistel network (Luby and Rackoff, 1988) over the smallest power of two tha
 result that is no window is encrypted again until it is one: cycle walking (Black and Rogaway,
 "Ciphers with arbitrary finite domains", 2002, section 4). The round function is integer arithmetic
 alone, so the order is the same on every machine.
-
-The shell is torchdata's ``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``. The
-state is not: there the position of every rank is a pickle of its own.
 """
 
 from __future__ import annotations

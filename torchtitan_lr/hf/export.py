@@ -88,7 +88,7 @@ def export_hf(
 
     Returns the number of written parameters; errors as for `check_hf_exportable`.
     """
-    dtype = dtype or _dtype(weights)
+    dtype = dtype or next(iter(weights.values())).dtype
     config, converted = for_transformers(args, weights, dtype, keep_factors)
     write_json(out_dir / HF_CONFIG, config)
     if CODED in config:
@@ -114,7 +114,7 @@ def for_transformers(
     check_hf_exportable(args, keep_factors)
     coded = not is_hf_llama(args, keep_factors)
     if args.low_rank and not coded:
-        wide = torch.promote_types(_dtype(weights), torch.float32)
+        wide = torch.promote_types(next(iter(weights.values())).dtype, torch.float32)
         weights = {name: tensor.to(wide) for name, tensor in weights.items()}
     adapter = LlamaStateDictAdapter(args, None, coded=coded)
     return _build_config(args, dtype, coded), adapter.to_hf(weights)
@@ -140,10 +140,6 @@ def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a dictionary, indented."""
     path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _dtype(weights: Weights) -> torch.dtype:
-    return next(iter(weights.values())).dtype
 
 
 def _build_config(args: LlamaArgs, dtype: torch.dtype, coded: bool = False) -> dict[str, Any]:

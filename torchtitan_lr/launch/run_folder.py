@@ -3,9 +3,7 @@
 
 One job has a folder: two would mix their metrics and delete each other's checkpoints. The kernel
 releases the lock (``flock``) when its process ends for any reason. The file remains and names the
-last holder. On one machine the launcher takes the lock before any rank starts, otherwise rank 0
-does. On NFS a lock holds between machines if the server's lock service runs; with the mount options
-``nolock`` or ``local_lock``, each machine sees only its own locks.
+last holder. On one machine the launcher takes the lock, otherwise rank 0 does.
 
 Rank 0 writes the state when training starts and ends, and the rank that fails first when it fails;
 the launcher writes it where no rank could. A start that is refused, or ends before training, leaves
