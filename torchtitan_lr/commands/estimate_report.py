@@ -9,7 +9,7 @@ import torchtitan_lr.training.register  # noqa: F401  (registers our models)
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory

@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.config.files import read_json
     from torchtitan_lr.hf import export
-    from torchtitan_lr.hf.card import write_card
     from torchtitan_lr.hf.tokenizer import export_tokenizer
     from torchtitan_lr.training import loading
 
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             known = {name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}
             values = read_json(aside / export.HF_CONFIG) | known
             export.write_json(aside / export.HF_CONFIG, values)
-            write_card(model_args, config, step, aside, coded, args.license)
+            export.write_card(model_args, config, step, aside, coded, args.license)
     except OSError as error:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
     print(escaped(f"{step} -> {args.out}"))

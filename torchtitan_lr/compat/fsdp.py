@@ -29,8 +29,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from torchtitan_lr.compat.dispatch import norms_of
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.compat.linalg import norms_of
 
 
 def param_groups(module: object) -> list[Any]:

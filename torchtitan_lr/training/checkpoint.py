@@ -125,11 +125,12 @@ class CheckpointManager(TitanCheckpointHooks):
         record = Record(self._states_of(state_dict), self.run)
         writer = saving.StepWriter(checkpoint_id, record, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            dcp.save(state_dict, storage_writer=writer, planner=saving.SavePlanner())
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
-        os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
+        if self._first:  # `_purge_stale_checkpoints` counts it
+            os.makedirs(writer.path, exist_ok=True)
         way = AsyncCheckpointerType.THREAD
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             # torch's stager, whose memory a process can share, does not wait for the step itself.
@@ -138,6 +139,7 @@ class CheckpointManager(TitanCheckpointHooks):
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
+            planner=saving.SavePlanner(),
             process_group=self.pg,
             async_checkpointer_type=way,
             async_stager=self.stager,

@@ -5,7 +5,7 @@ import json
 
 from tests.support.config_checks import MAIN, check, refusal
 from torchtitan_lr.checkpoints.record import Record
-from torchtitan_lr.checks import memory
+from torchtitan_lr.checks import values
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models import configured
 from torchtitan_lr.models.flavors import FLAVORS
@@ -98,7 +98,7 @@ def test_ranks_that_do_not_fit_in_their_machine_are_refused(tmp_path, monkeypatc
     large = ["--training.local_batch_size=512", "--parallelism.tensor_parallel_degree=1"]
     large += ["--compile.no_enable", f"--job.dump_folder={tmp_path}"]
     check(*large, world=1)
-    monkeypatch.setattr(memory, "machine_memory", lambda: 2**30)
+    monkeypatch.setattr(values, "machine_memory", lambda: 2**30)
     told = refusal(*large, world=1)
     assert told.startswith("training.local_batch_size: got 512, expected less")
     check(*large, "--training.no_check_memory", world=1)
