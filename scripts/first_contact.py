@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 
 TRAIN = [sys.executable, "-m", "torchtitan_lr", "train"]
 QUIET = ["--metrics.no_enable_wandb", "--metrics.no_enable_tensorboard", "--metrics.log_freq=1"]

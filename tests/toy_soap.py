@@ -25,8 +25,8 @@ from torchtitan_lr.costs.optimizer_costs import MatrixCost
 from torchtitan_lr.errors import require
 from torchtitan_lr.optim.containers import beside_adamw
 from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
-from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
 from torchtitan_lr.optim.spectral.layout import GramGroups, View
+from torchtitan_lr.optim.spectral.rules import gram, packed, unpacked
 
 EVERY = 2
 """K."""

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives over the tensor-parallel ranks, without autograd, on plain local tensors.
+"""Collectives over tensor- or context-parallel ranks, without autograd, on plain local tensors.
 
 The functions use torch's functional collectives: `torch.compile` traces them, and every call is a
 `torch.ops._c10d_functional` operator. `parallel.paired` has them with their partners in backward.

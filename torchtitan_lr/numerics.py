@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_lr.compat.dispatch import norms_of
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.compat.linalg import norms_of
 
 BLOCK = 2**15  # entries that a CPU casts at a time; the fp64 copy stays in its cache
 

@@ -36,9 +36,9 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
-from torchtitan_lr.launch import run_state
-from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.launch.folder_lock import (
+from torchtitan_lr.launch import run_folder
+from torchtitan_lr.launch.placement import gpu_count, launched_ranks
+from torchtitan_lr.launch.run_folder import (
     HELD_VARIABLE,
     check_ours,
     check_shared,
@@ -46,7 +46,6 @@ from torchtitan_lr.launch.folder_lock import (
     locked,
     taken,
 )
-from torchtitan_lr.launch.placement import gpu_count
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         try:
             config, signed = checked_config(sys.argv[1:] if argv is None else argv, until)
         except Exception as error:  # nothing is recorded: the folder may be another job's
-            return run_state.EXIT_STATUS[tell(error)[0]]
+            return run_folder.EXIT_STATUS[tell(error)[0]]
         return train(config, trainer_class, began, signed)
 
 
@@ -133,17 +132,17 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
         trainer = trainer_class(config)
         if os.environ.get("RANK", "0") == "0":
             trainer.checkpointer.before_save = partial(check_ours, folder, signed)
-        trainer.before_start = partial(record, run_state.RUNNING)
+        trainer.before_start = partial(record, run_folder.RUNNING)
         trainer.train()
-        state, why = run_state.FINISHED, ""
+        state, why = run_folder.FINISHED, ""
         if trainer.stopped_by:
-            state, why = run_state.STOPPED, f"{trainer.stopped_by} after step {trainer.step}"
+            state, why = run_folder.STOPPED, f"{trainer.stopped_by} after step {trainer.step}"
         record(state, why, step=trainer.step)
     except Exception as error:
         state, why = tell(error)
         step = getattr(error, "step", None) or getattr(trainer, "step", None)
         record(state, why, getattr(error, "rank", None), step)
-    status = run_state.EXIT_STATUS[state]
+    status = run_folder.EXIT_STATUS[state]
     if trainer is not None:
         trainer.metrics_processor.exit_status = status
         # A run that has failed has told why; what fails in its wake is no news.
@@ -156,14 +155,14 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
 
 def tell(error: Exception) -> tuple[str, str]:
     """Print why this rank fails, and leave it for torchrun's report; return the state and why."""
-    state = run_state.DIVERGED if isinstance(error, NonFiniteError) else run_state.FAILED
+    state = run_folder.DIVERGED if isinstance(error, NonFiniteError) else run_folder.FAILED
     why = describe_error(error)
     if isinstance(error, ConfigError):
-        state, why = run_state.REFUSED, str(error)
+        state, why = run_folder.REFUSED, str(error)
     elif why is None:  # only a bug raises it
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    elif state == run_state.FAILED:
+    elif state == run_folder.FAILED:
         logging.getLogger(__name__).info(why, exc_info=True)  # its place is in details.log
     why = why.removeprefix("error: ")
     # On every rank: torchrun ends the others as soon as any rank fails.
@@ -184,13 +183,13 @@ def record_state(
 ) -> None:
     """Record the run's state: rank 0, and of a failure whichever rank has it first."""
     here = int(os.environ.get("RANK", "0"))
-    fails = state in run_state.FAILURES
+    fails = state in run_folder.FAILURES
     if here == 0 or fails:
-        rank = here if state == run_state.FAILED and rank is None else rank
+        rank = here if state == run_folder.FAILED and rank is None else rank
         # A folder that is no longer this run's ends it, unless another error has.
         with suppress(ConfigError) if fails else nullcontext():
             check_ours(folder, signed)
-            run_state.write_state(folder, state, error, rank, step, began)
+            run_folder.write_state(folder, state, error, rank, step, began)
 
 
 if __name__ == "__main__":

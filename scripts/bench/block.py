@@ -33,7 +33,7 @@ from scripts.bench.harness import median_ms
 from tests.oracle.flops import layer_flops
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compat.fake import fake_process_group
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS

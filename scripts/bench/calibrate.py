@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.kernels import Work, product_work
 from torchtitan_lr.costs.step_time import product_seconds

@@ -59,12 +59,12 @@ from tests.oracle.flops import flops_per_token
 from tests.reference.muon import UsualMuon
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.compat.compiler import remake_inputs_of_products
+from torchtitan_lr.compat.dispatch import remake_inputs_of_products
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.compression.settings import CODECS, LEVELS
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model

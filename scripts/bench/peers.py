@@ -37,8 +37,8 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from scripts.bench.harness import machine
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
-from torchtitan_lr.compat.compiler import remake_inputs_of_products
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.compat.dispatch import remake_inputs_of_products
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import cross_entropy_sum, summed_loss

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.optim.spectral.algebra import gram, inverse_root
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
+from torchtitan_lr.optim.spectral.rules import gram, inverse_root
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
 

@@ -53,7 +53,7 @@ def counted_files() -> list[str]:
 
 def launcher(seconds: float) -> dict[str, float]:
     """Wait for ranks that sleep, and return what the waiting costs per second."""
-    from torchtitan_lr.launch.environment import Environment
+    from torchtitan_lr.launch.placement import Environment
     from torchtitan_lr.launch.ranks import run_ranks
 
     processes = sum(path.name.isdecimal() for path in Path("/proc").iterdir())

@@ -30,7 +30,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments.experiment import read_experiment
 from torchtitan_lr.experiments.plan import Plan
 from torchtitan_lr.experiments.sweep import POINT_FILE, Point, settings_of
-from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
+from torchtitan_lr.launch.run_folder import DIVERGED, FINISHED
 
 FOLDER = Path(__file__).parent / "experiments"
 

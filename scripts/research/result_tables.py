@@ -19,7 +19,7 @@ from scripts.research import finished_runs
 from scripts.research.finished_runs import plan_of, restore, stored_runs, versions_text
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.console.tables import markdown_table
+from torchtitan_lr.console.terminal import markdown_table
 from torchtitan_lr.experiments.results import Row, rows_of, with_interval
 from torchtitan_lr.experiments.sweep import losses_of, read_results
 

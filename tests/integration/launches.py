@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.processes import begin_rank
-from torchtitan_lr.launch.run_state import STOPPED, write_state
+from torchtitan_lr.launch.run_folder import STOPPED, write_state
 
 begin_rank()
 

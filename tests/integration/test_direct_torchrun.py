@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration import runs
 from tests.support.sockets import free_port
-from torchtitan_lr.launch.folder_lock import locked
+from torchtitan_lr.launch.run_folder import locked
 
 TRAIN = "torchtitan_lr.train"
 

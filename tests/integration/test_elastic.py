@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration import runs
 from tests.support.sockets import free_port, listening
-from torchtitan_lr.launch.run_state import read_state
+from torchtitan_lr.launch.run_folder import read_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks by /proc")
 

@@ -4,7 +4,7 @@
 import re
 
 from tests.integration import runs
-from torchtitan_lr.launch.run_state import read_state
+from torchtitan_lr.launch.run_folder import read_state
 
 
 def test_a_refusal_is_one_line_before_any_rank(tmp_path):

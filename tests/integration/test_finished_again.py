@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.integration import runs
-from torchtitan_lr.launch.run_state import read_state
+from torchtitan_lr.launch.run_folder import read_state
 
 KEPT = ("job_config.json", "run_state.json", "summary.json", "metrics.jsonl")
 

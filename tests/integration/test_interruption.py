@@ -16,7 +16,7 @@ import pytest
 from tests.integration import runs
 from tests.support.processes import process_state
 from torchtitan_lr.launch.processes import SAME_SIGNAL_SECONDS
-from torchtitan_lr.launch.run_state import read_state
+from torchtitan_lr.launch.run_folder import read_state
 
 STEPS = 14  # checkpoints at 4, 8, 12 and the last
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration import runs
 from tests.integration.launches import Launch
-from torchtitan_lr.launch.run_state import FAILED, read_state
+from torchtitan_lr.launch.run_folder import FAILED, read_state
 
 
 def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path):

@@ -41,7 +41,7 @@ def logged(folder):
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
-    return build_tokenizer(read_run_config(folder / "checkpoint" / "step-6"))
+    return build_tokenizer(read_run_config(folder / "checkpoint" / "step-6").model.hf_assets_path)
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import SavePlanner as Planner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -38,6 +39,7 @@ from torchtitan_lr.config.files import file_within, open_regular
 T = TypeVar("T")
 
 _CHUNK = 1 << 22  # bytes read at a time
+_SMALL = 4096  # bytes of a tensor
 _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 
@@ -63,8 +65,13 @@ class StepWriter(FileSystemWriter):
         staged: dict[str, Any] = tree_map_only(Tensor, copied, state_dict)
         return staged
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the folder to `write_data`: the first rank may still rename an old one."""
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: Planner) -> Future[list[WriteResult]]:
         """Write this rank's files; the result includes their sizes and checksums."""
+        self.fs.mkdir(self.path)
         # Checked here, where a background save works on its copy.
         weights = (
             planner.resolve_data(item) for item in plan.items if item.index.fqn in self._weights
@@ -88,6 +95,24 @@ class StepWriter(FileSystemWriter):
             finite &= result.finite
         replace(self._record, files=files, finite=finite).write(Path(self.path))
         begun.unlink()
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner, with the counters and settings that all ranks load in the first one's file.
+
+    DCP spreads what several ranks hold over the files of all of them. Each rank would open as many
+    files as there are such values, hundreds in a large model, when a run resumes.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leave small values to the first rank that has them."""
+        plans: list[SavePlan] = []
+        placed: set[MetadataIndex] = set()
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in placed]
+            placed |= {x.index for x in items if (x.tensor_storage_size() or 0) <= _SMALL}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 @torch.no_grad()

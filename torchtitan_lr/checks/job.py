@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torchtitan_lr.checks import memory, stored, support, values
+from torchtitan_lr.checks import stored, support, values
 
 Check = Callable[[Any, int, str], None]
 """Takes the configuration, the number of ranks and the type of their device."""
@@ -21,6 +21,7 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (values.check_checkpoint, "files"),
     (values.check_model, ""),
     (support.check_optimizer, ""),
+    (support.check_outer, ""),
     (values.check_vocabulary, "files"),
     (stored.check_stored, "files"),
     (values.check_corpora, "corpora"),
@@ -28,7 +29,7 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (support.check_plans, ""),
     (support.check_pipeline, ""),
     (support.check_compression, ""),
-    (memory.check_memory, "corpora"),
+    (values.check_memory, "corpora"),
     (values.check_data, "tokens"),
     (stored.check_stored_data, "tokens"),
 )

@@ -8,13 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.folders import (
-    STEP_FILE,
-    all_steps,
-    complete_steps,
-    has_contents,
-    step_folder,
-)
+from torchtitan_lr.checkpoints import folders
 from torchtitan_lr.checkpoints.record import (
     DamagedError,
     Record,
@@ -61,13 +55,15 @@ def check_other_run(config: Any, world_size: int, device_type: str) -> None:
         if not isinstance(name, str):
             continue
         path, why = Path(dump_folder) / name, ""
-        if any(complete_steps(path)):  # step 0 is the start of a run
+        steps = [folders.step_folder(path, step) for step in folders.all_steps(path)]
+        if any(folders.complete_steps(path)):  # step 0 is the start of a run
             if name != checkpoint.folder or not checkpoint.enable:
                 why = f"{path} has checkpoints of one, which this start would not resume; "
             if not checkpoint.enable:
                 why += "checkpoint.enable = true resumes it; "
-        elif any(has_contents(step_folder(path, step)) for step in all_steps(path)):
-            why = f"the checkpoints in {path} have no {STEP_FILE}, so no start resumes them; "
+        elif any(map(folders.has_contents, steps)):
+            why = f"the checkpoints in {path} have no {folders.STEP_FILE}, "
+            why += "so no start resumes them; "
         if why:
             want = f"a folder without a run: {why}for a new run choose another folder, as in "
             raise ConfigError("job.dump_folder", dump_folder, want + another_folder(dump_folder))

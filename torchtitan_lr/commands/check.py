@@ -32,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.checks.fake_step import rehearse_ranks
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.launch.environment import read_environment
-    from torchtitan_lr.launch.placement import check_machines, fit, place
+    from torchtitan_lr.launch.placement import check_machines, fit, place, read_environment
 
     arguments = [f"--job.config_file={args.config}", *args.overrides]
     if args.world is None:

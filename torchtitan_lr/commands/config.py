@@ -19,8 +19,6 @@ The output of `show` is a TOML file. Behind each key is its origin:
 
 The model that model.flavor and the keys give stands below, as comments. A configuration that
 cannot run here is shown too, with the reason on stderr; its corpus is not read.
-
-Exit status: 0, or 2 for an invalid configuration.
 """
 
 import argparse
@@ -41,10 +39,9 @@ from torchtitan_lr.config.build import build_job_config, config_class, with_own_
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import shipped_configs, shown_config
 from torchtitan_lr.config.schema import Model, Training, least_ranks
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.launch.environment import read_environment
-from torchtitan_lr.launch.placement import check_machines, place
+from torchtitan_lr.launch.placement import check_machines, place, read_environment
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.entries import ENTRIES
 

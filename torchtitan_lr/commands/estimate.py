@@ -19,10 +19,6 @@ uncompiled blocks on tensors without data, with a GPU's norms ("working" is the 
 of backward); "buffers" include FSDP's unsharded weights. The step time is a model, compared with
 published times in docs/results.md; "compute" is products and attention. With context parallelism
 all plans gather keys and values.
-
---hardware h100 has 400 Gbit/s a device between nodes; h100_400gbit has it a node of eight devices.
-
-Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 """
 
 import argparse

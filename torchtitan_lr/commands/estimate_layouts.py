@@ -4,7 +4,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.layouts import GIB, Layout, Layouts, find_layouts

@@ -6,10 +6,6 @@ By default it repeats the run's own validation; a corpus gives every token of it
     torchtitan-lr evaluate outputs/debug_cola
     torchtitan-lr evaluate outputs/debug_cola --corpus local --path 'books/*.txt'
 
-Tasks of EleutherAI's lm-evaluation-harness run on an export:
-
-    lm_eval --model hf --model_args pretrained=for_hf,trust_remote_code=True --tasks hellaswag
-
 The corpus local has all documents of --path, c4 the validation split, streamed, others the held-out
 part. Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len
 tokens before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens,
@@ -25,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
-from torchtitan_lr.console.tables import named_values
+from torchtitan_lr.console.terminal import named_values
 from torchtitan_lr.errors import require
 
 if TYPE_CHECKING:

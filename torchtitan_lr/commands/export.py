@@ -20,6 +20,7 @@ DTYPES = ("checkpoint", "float32", "bfloat16")
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint, the output folder and the options."""
     parser.add_shared("checkpoint", "out", "--experimental.custom_import")
+    parser.add_argument("--format", choices=["hf"], default="hf", help="Hugging Face's")
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     kept = "keep the factors of llama_svd too"
     parser.add_argument("--keep_factors", action="store_true", help=kept)
@@ -34,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.config.files import read_json
     from torchtitan_lr.hf import export
-    from torchtitan_lr.hf.card import write_card
     from torchtitan_lr.hf.tokenizer import export_tokenizer
     from torchtitan_lr.training import loading
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             known = {name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}
             values = read_json(aside / export.HF_CONFIG) | known
             export.write_json(aside / export.HF_CONFIG, values)
-            write_card(model_args, config, step, aside, coded, args.license)
+            export.write_card(model_args, config, step, aside, coded, args.license)
     except OSError as error:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
     print(escaped(f"{step} -> {args.out}"))

@@ -5,25 +5,20 @@ A prompt is continued on the terminal as it is generated, or with --json in a li
 
     torchtitan-lr generate outputs/debug_cola --prompt "def main("
 
-A model that was fine-tuned on chats answers on the terminal, by its chat template; Ctrl-D ends:
+A model that was fine-tuned on chats answers on the terminal, by its chat template, until the window
+that it was trained on is full; Ctrl-D ends:
 
     torchtitan-lr generate outputs/debug_cola --chat
-
-A prompt and its continuation fit in the window that the model was trained on, else the command
-fails.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import escaped, require
-
-Message = dict[str, str]
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -70,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     model = generation.build_generator(model_args, weights, device)
     if args.chat:
         limit = args.max_new_tokens or generation.USUAL_NEW_TOKENS
-        converse(model, tokenizer, window, limit, settings, args.seed, _ask, _print)
+        converse(model, tokenizer, window, limit, settings, args.seed)
     write = (lambda piece: None) if args.json else _print
     for number, (prompt, ids, limit) in enumerate(rows):
         write(prompt)
@@ -93,14 +88,12 @@ def converse(
     limit: int,  # most tokens of an answer
     settings: Any,  # `hf.generation.Settings`
     seed: int,  # of the first answer; the next one has seed + 1
-    ask: Callable[[], str | None],  # the next message, None after the last one
-    write: Callable[[str], Any],  # called with the pieces of an answer, then with a line break
-) -> list[Message]:
-    """Answer message after message, each in view of those before it; return what stays in view.
+) -> None:
+    """Answer message after message, each in view of all before it.
 
     Tokens are those of training: the tokenizer's chat template, or the plain form where there is
-    none. An answer ends with EOS or with what the template writes behind answers. What does not
-    fit in the trained window is forgotten, the oldest question and its answer first.
+    none. An answer ends with EOS or with what the template writes behind answers. A ConfigError
+    says that the chat is longer than the trained window.
     """
     import numpy as np
 
@@ -115,23 +108,17 @@ def converse(
         settings = dataclasses.replace(settings, stops=[*settings.stops, mark])
     elif ids:  # special tokens have no text
         settings = dataclasses.replace(settings, stop_ids=ids[:1])
-    messages: list[Message] = []
-    while (question := ask()) is not None:
+    messages: list[dict[str, str]] = []
+    while (question := _ask()) is not None:
         messages.append({"role": "user", "content": question})
-        while True:
-            record = {MESSAGES: [*messages, {"role": "assistant", "content": ""}]}
-            tokens = encoder.encode(json.dumps(record), answered=False)
-            ids = np.maximum(tokens, ~tokens).tolist()  # complements are no labels
-            if len(ids) + limit <= window or len(messages) == 1:
-                break
-            del messages[:2]
-        # With nothing left to forget: a shorter answer, or none.
+        record = {MESSAGES: [*messages, {"role": "assistant", "content": ""}]}
+        tokens = encoder.encode(json.dumps(record), answered=False)
+        ids = np.maximum(tokens, ~tokens).tolist()  # complements are no labels
         most = min(limit, max_new_tokens(window, len(ids), "message"))
-        answer = continue_ids(model, tokenizer, ids, most, settings, seed, write)
-        write("\n")
+        answer = continue_ids(model, tokenizer, ids, most, settings, seed, _print)
+        print(flush=True)
         messages.append({"role": "assistant", "content": answer.text})
         seed += 1
-    return messages
 
 
 def _ask() -> str | None:

@@ -20,7 +20,7 @@ import json
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_out
-from torchtitan_lr.console.tables import named_values
+from torchtitan_lr.console.terminal import named_values
 
 
 def add_arguments(parser: OneLineParser) -> None:

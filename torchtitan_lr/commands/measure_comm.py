@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.errors import one_of, require
 from torchtitan_lr.experiments.start import place_run, report_from_rank, run_on_ranks
 

@@ -17,7 +17,6 @@ import argparse
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
@@ -72,8 +71,7 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
     fits = args.tokens is None or 1 <= args.tokens < 2**63
     require(fits, "--tokens", args.tokens, "a positive number such as 1e9")
     check_at_least(args, max_bad_records=0)
-    model = SimpleNamespace(hf_assets_path=args.tokenizer)
-    tokenizer = build_tokenizer(SimpleNamespace(model=model))
+    tokenizer = build_tokenizer(args.tokenizer)
     readers = [Reader(source) for source in _sources(args)]
     return prepare_folder(readers, tokenizer, args.out, "--out", args.max_bad_records)
 

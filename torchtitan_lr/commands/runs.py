@@ -3,22 +3,18 @@
 
     torchtitan-lr runs outputs
     torchtitan-lr runs outputs/a outputs/b --plot curves.png
-    torchtitan-lr runs outputs/ranks --sort validation --columns optimizer.lr,low_rank.rank
 
 A run is a dump folder, with metrics.jsonl, or with job_config.json and run.lock. Its state is
 "running" (a process holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or
 "failed"; why stands below the table. The losses are those of a summary, in nats per token. The
-second table has the keys in which the runs differ; --columns lists other keys, and --sort orders
-the runs by a column or a key. What is damaged in a run's files is shown as unknown.
-
-Exit status: 0 success, 1 there is no run, 2 invalid arguments.
+second table has the keys in which the runs differ; --json has the same rows for a program. What is
+damaged in a run's files is shown as unknown.
 """
 
 import argparse
 import json
 import os
 import sys
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +22,10 @@ from torchtitan_lr.checkpoints.folders import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import FREE, NO_EFFECT, meanings
-from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.errors import ConfigError, escaped, one_of, require
-from torchtitan_lr.launch import run_state
-from torchtitan_lr.launch.folder_lock import LOCK_FILE, is_held
+from torchtitan_lr.console.terminal import text_table
+from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.launch import run_folder
+from torchtitan_lr.launch.run_folder import LOCK_FILE, is_held
 from torchtitan_lr.training import history as logged
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
@@ -54,9 +50,6 @@ def add_arguments(parser: OneLineParser) -> None:
     usual = {"default": [Path("outputs")], "help": "default: outputs"}
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, **usual)
     parser.add_argument("--plot", metavar="OUT.png", type=Path, help="losses of all listed runs")
-    parser.add_argument("--sort", default="run", metavar="KEY", help="a column or a key; - is last")
-    keys = "keys to list (default: those in which the runs differ)"
-    parser.add_argument("--columns", default="", metavar="KEY,KEY", help=keys)
     parser.add_shared("--json")
 
 
@@ -69,13 +62,7 @@ def run(args: argparse.Namespace) -> int:
         below = escaped(", ".join(map(str, args.paths)))
         print(f"error: there is no run below {below}", file=sys.stderr)
         return 1
-    columns = [*filter(None, args.columns.split(","))]
-    every = dict.fromkeys(chain.from_iterable(rows))
-    for option, key in [("--sort", args.sort), *(("--columns", key) for key in columns)]:
-        want = f"{one_of(COLUMNS, key)}, or a key of a run's configuration"
-        require(key in every, option, key, want)
-    keys = columns or keys_that_differ(rows)
-    rows.sort(key=lambda row: place(row.get(args.sort)))
+    keys = keys_that_differ(rows)
     if args.plot is not None:
         plot(rows, args.plot)
     if args.json:
@@ -140,12 +127,12 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _state_of(folder: Path, step: int) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
     if is_held(folder):
-        return run_state.RUNNING, ""
-    record = run_state.read_state(folder)
+        return run_folder.RUNNING, ""
+    record = run_folder.read_state(folder)
     if not record:  # lost, or copied without it
-        return run_state.STOPPED, f"after step {step}; why is not recorded"
-    if record["state"] == run_state.RUNNING:
-        return run_state.FAILED, "killed, or its machine was: it could not record why"
+        return run_folder.STOPPED, f"after step {step}; why is not recorded"
+    if record["state"] == run_folder.RUNNING:
+        return run_folder.FAILED, "killed, or its machine was: it could not record why"
     return record["state"], str(record.get("error") or "")
 
 
@@ -165,13 +152,6 @@ def keys_that_differ(rows: list[Row]) -> list[str]:
         if differ and "." in key and key.partition(".")[0] not in NO_EFFECT and key not in left_out:
             keys.append(key)
     return keys
-
-
-def place(value: Any) -> tuple[int, float, str]:
-    """Return where a value is in an ascending order: numbers, texts, what is unknown."""
-    if logged.is_number(value):
-        return 0, float(value), ""
-    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
 def as_text(rows: list[Row], keys: list[str]) -> str:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     work = args.out or Path(f"outputs/{experiment.name}")
     # Late: a wrong experiment is reported without torch.
     from torchtitan_lr.experiments.plan import Plan
-    from torchtitan_lr.launch.folder_lock import locked
+    from torchtitan_lr.launch.run_folder import locked
 
     if args.command != "run":
         return show(Plan(experiment, work), args.command == "fit")
@@ -77,7 +77,7 @@ def execute(plan: "Plan", jobs: int) -> int:
 
 def show(plan: "Plan", fit: bool) -> int:
     """Print the table, with the fitted laws or with what is left to do; return the exit status."""
-    from torchtitan_lr.console.tables import text_table
+    from torchtitan_lr.console.terminal import text_table
     from torchtitan_lr.experiments.results import fits_of, rows_of, table, write
     from torchtitan_lr.experiments.sweep import losses_of, read_results
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, jobs=1)
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.experiments import sweep as sweeps
-    from torchtitan_lr.launch.folder_lock import locked
+    from torchtitan_lr.launch.run_folder import locked
 
     sweeps.refuse_keys([*args.set, *args.overrides], sweeps.OWN_KEYS)
     grid, work, config = sweeps.parse_grid(args.set), args.out, find_config(args.config)

@@ -83,7 +83,7 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from torchtitan_lr.console.progress import progress
+    from torchtitan_lr.console.terminal import progress
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + 3

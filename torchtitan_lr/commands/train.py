@@ -37,8 +37,8 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train: as a rank under torchrun, else through the launcher; return the exit status."""
-    from torchtitan_lr.launch.environment import read_environment
     from torchtitan_lr.launch.launcher import main, train_arguments
+    from torchtitan_lr.launch.placement import read_environment
     from torchtitan_lr.launch.processes import exit_without_teardown
 
     if "TORCHELASTIC_RUN_ID" in os.environ:

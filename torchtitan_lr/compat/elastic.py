@@ -56,8 +56,8 @@ class Failure:
 class Agent(LocalElasticAgent):
     """torchrun's agent, which does not restart what would end in the same way.
 
-    When a rank has failed, the others are killed after `GRACE_SECONDS`. When the number of machines
-    changes, SIGUSR2 tells the ranks that they will start again. A restart is one line.
+    When a rank has failed, the others get SIGTERM, and SIGKILL `GRACE_SECONDS` later. When the
+    number of machines changes, SIGUSR2 tells the ranks that they will start again, in one line.
     """
 
     failure: Failure | None = None  # the last one

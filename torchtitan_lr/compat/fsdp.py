@@ -29,8 +29,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from torchtitan_lr.compat.dispatch import norms_of
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.compat.linalg import norms_of
 
 
 def param_groups(module: object) -> list[Any]:
@@ -64,7 +64,7 @@ class OwnParamGroup(FSDPParamGroup):
     norms: Norms | None = None  # gets an entry at every reduction
     wire_dtype: torch.dtype | None = None  # None for that in which FSDP2 adds up micro-batches
 
-    def post_backward(self, *unused: Any) -> None:
+    def post_backward(self, *arguments: Any) -> None:
         """Note the norms, and go on as FSDP2 does."""
         if self.norms is not None and self.reduce_grads:
             own: list[tuple[Tensor, Tensor]] = []
@@ -81,9 +81,10 @@ class OwnParamGroup(FSDPParamGroup):
             # FSDP2's policy has one dtype for the wire and for the sum of micro-batches. The
             # parameters read the policy's; only a reduction reads the group's.
             self._reduce_dtype = self.wire_dtype
-        super().post_backward(*unused)
+        super().post_backward(*arguments)
         if self.wire_dtype is not None and self._partial_reduce_output is not None:
-            # HSDP's sum over the shards: later micro-batches are added to it in fp32.
+            # HSDP's sum over the shards. Torch adds the sums of later micro-batches to it, in fp32;
+            # it adds it to that of the last one, in the wire's dtype, which rounds the total once.
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
                 self._partial_reduce_output = self._partial_reduce_output.float()
 

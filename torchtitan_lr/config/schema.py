@@ -90,8 +90,9 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
 class Meaning(Enum):
     """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
 
-    Nothing else decides it: `training.fingerprint` puts the values of keys that refuse into a save,
-    `checkpoints.record` compares them, and `checkpoints.run_record` lists what is applied.
+    With `OF_RESIDUALS` it decides all: `training.fingerprint` puts the values of keys that refuse
+    into a save, `checkpoints.record` compares them, and `checkpoints.run_record` lists what is
+    applied.
     """
 
     FREE = "free"  # it changes no number
@@ -107,6 +108,7 @@ _OF_SECTIONS = {
     **dict.fromkeys(("model", "low_rank", "caat"), MODEL),
     **dict.fromkeys(("training", "optimizer", "lr_scheduler", "grad_compression"), APPLIED),
     "parallelism": APPLIED,  # it changes no more than a result's last digits
+    "outer": APPLIED,
 }
 """The meaning of a key that has none beside it, by section; in all others it is free."""
 
@@ -265,7 +267,7 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients travel between data-parallel ranks: those of FSDP's shards and of
     replicas, TSR-Adam's cores and sketches, and the values that a gradient codec sends. 'bfloat16'
-    halves these bytes. Micro-batches are added up in fp32 either way."""
+    halves these bytes. Micro-batches are added up as without it."""
 
     max_norm: Annotated[float | int, POSITIVE] = 0.5
     """Gradients are clipped to this global norm; inf disables clipping, and is the default with
@@ -528,6 +530,39 @@ class GradCompression:
     """Tensors with fewer entries are sent dense, in the same call as the sketches."""
 
 
+_BITS = Range(lambda bits: bits in (32, 16, 8, 4, 2), "32, 16, 8, 4 or 2")
+
+
+@dataclass
+class Outer:
+    """The section ``[outer]``: replicas that train apart between rare messages (DiLoCo, MuLoCo)."""
+
+    every: Annotated[int, NATURAL, OPTIMIZER] = 0
+    """Steps between two exchanges of ``data_parallel_replicate_degree`` replicas, which send one
+    another nothing else: what they have changed since, averaged, is the gradient of SGD. One
+    replica takes these steps too, without messages. 0 turns them off."""
+
+    lr: Annotated[float, POSITIVE] = 0.7
+    """Learning rate of the outer SGD; 1 without momentum averages the replicas' weights."""
+
+    momentum: Annotated[float, DECAY] = 0.8
+    """Momentum of the outer SGD: 0.8 to 0.9 with AdamW inside, 0.6 with Muon (MuLoCo)."""
+
+    nesterov: bool = True
+    """Use Nesterov's form of the momentum."""
+
+    bits: Annotated[int, _BITS] = 32
+    """Bits per number of a message: 32 sends the parameters' dtype, others whole multiples of one
+    scale per 128 numbers."""
+
+    feedback: bool = True
+    """With fewer than 32 bits: add what rounding has left out to the replica's next message."""
+
+    fragments: Annotated[int, at_least(1, "a positive integer")] = 1
+    """Parts of the model, of consecutive layers, that are exchanged in turns: each every ``every``
+    steps, all of them after the last step."""
+
+
 @dataclass
 class ActivationCheckpoint:
     """Additions to torchtitan's ``[activation_checkpoint]``."""
@@ -634,6 +669,7 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     caat: Caat = field(default_factory=Caat)
     grad_compression: GradCompression = field(default_factory=GradCompression)
+    outer: Outer = field(default_factory=Outer)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -31,12 +31,7 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import summed_loss
 from torchtitan_lr.models.llama import PLACES, LlamaModel
-from torchtitan_lr.parallel.checkpoint_modes import (
-    EAGER_MODES,
-    apply_activation_checkpoint,
-    compiles_model,
-    wrapping_period,
-)
+from torchtitan_lr.parallel import checkpoint_modes
 from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
@@ -101,7 +96,7 @@ def rehearse_run(run: Run, mode: str | None = None, on_gpu: bool = True) -> Rehe
     """Rehearse a run's blocks; the compiler's own mode is a straight line between two others."""
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
-    if mode not in EAGER_MODES:
+    if mode not in checkpoint_modes.EAGER_MODES:
         least, most = (rehearse_run(run, each, on_gpu) for each in ("full", "none"))
         return _between(least, most, section.memory_budget)
     workload = Workload(
@@ -115,7 +110,7 @@ def rehearse_run(run: Run, mode: str | None = None, on_gpu: bool = True) -> Rehe
         run.gather,
         run.splits_backward,
         on_gpu,
-        compiles_model(run.config),
+        checkpoint_modes.compiles_model(run.config),
     )
     # Fake tensors have no generator whose state could be kept; it is a few kilobytes.
     section = replace(section, mode=mode, preserve_rng_state=False)
@@ -124,8 +119,8 @@ def rehearse_run(run: Run, mode: str | None = None, on_gpu: bool = True) -> Rehe
     if key not in _KNOWN:
         compiler = replace(run.config.compile, enable=False)
         config = replace(run.config, activation_checkpoint=section, compile=compiler)
-        prepare = partial(apply_activation_checkpoint, job_config=config)
-        _KNOWN[key] = rehearse(workload, prepare, wrapping_period(section, mode))
+        prepare = partial(checkpoint_modes.apply_activation_checkpoint, job_config=config)
+        _KNOWN[key] = rehearse(workload, prepare, checkpoint_modes.wrapping_period(section, mode))
     return _KNOWN[key]
 
 

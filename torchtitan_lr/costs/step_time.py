@@ -6,8 +6,7 @@ bandwidth, plus a launch: that both do not overlap fits BOOST's products on A100
 (``docs/results.md``). Fused attention has a speed of its own; other kernels take their bytes and a
 launch. A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
 (2(N-1)/N for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over
-the link's bandwidth. Tensor-parallel activations and messages are exposed, and so is TSR-Adam's
-traffic; the online norm's statistic and data-parallel traffic only where they take longer.
+the link's bandwidth.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,8 @@ from torchtitan_lr.costs.schedule import makespan, pipeline_order
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 _OVERLAPPED = ("parameter", "gradient", "index", "statistic")
-"""Roles whose collectives overlap with computation in forward and backward."""
+"""Roles whose collectives overlap with computation in forward and backward: they are exposed only
+where they take longer. Others are exposed, and so is all that an optimizer sends."""
 
 
 @dataclass(frozen=True)

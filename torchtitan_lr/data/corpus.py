@@ -14,8 +14,7 @@ one sequence, so m is n + 1.
 The shards of a part are one sequence of tokens. `Rows` cuts text into windows of ``seq_len + 1``
 tokens that do not overlap, as torchtitan's ``HuggingFaceTextDataset``; a last one that is not full
 is dropped, and a window may go on in the next document and the next shard. Pairs and chats are
-packed instead: a row holds whole ones, as many in their order as have room. One that is longer than
-a row is cut; one whose answer then has no room is left out.
+packed instead (`Rows._packed`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json, sample_of
-from torchtitan_lr.console.progress import progress
+from torchtitan_lr.console.terminal import progress
 from torchtitan_lr.errors import DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 

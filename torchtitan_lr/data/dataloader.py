@@ -2,18 +2,13 @@
 """The training loader: a rank's rows of each global batch; its state is one integer.
 
 Row k of the run, counted from 0, is a pure function of the corpus, the seed and k. A step at
-position p trains on the rows ``p .. p + B - 1``. With a fixed ``training.global_batch_size`` B, its
-batch is the same for any number of ranks and any micro-batch, and a run goes on exactly at any
-other split. At -1, B is one micro-batch of every data-parallel rank, and grows with the ranks.
+position p trains on the rows ``p .. p + B - 1``, with ``training.global_batch_size`` B.
 
 The seeded order needs no table, no memory and no time at the start. Each epoch permutes the windows
 by a Feistel network (Luby and Rackoff, 1988) over the smallest power of two that holds them. A
 result that is no window is encrypted again until it is one: cycle walking (Black and Rogaway,
 "Ciphers with arbitrary finite domains", 2002, section 4). The round function is integer arithmetic
 alone, so the order is the same on every machine.
-
-The shell is torchdata's ``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``. The
-state is not: there the position of every rank is a pickle of its own.
 """
 
 from __future__ import annotations

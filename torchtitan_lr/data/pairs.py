@@ -5,12 +5,10 @@ A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. I
 made canonical JSON where it is read, and encoded where it is prepared. A token that is no label is
 encoded as its complement ``~t``, which is negative; on disk the two are tokens and a loss mask.
 
-A chat becomes text by the template of the tokenizer's folder: its tokens are those of transformers'
-``apply_chat_template``, and its labels are the tokens of ``return_assistant_tokens_mask``.
-transformers renders it in its sandbox. Two things differ: a template is not given the date, because
-the tokens of a corpus would then depend on the day; and it has limits of time and length. Without a
-template every message is a heading and its text, and each answer ends with EOS. The name of a
-special token in a message is text, as with ``sanitize_control_tokens`` of transformers.
+transformers renders a chat by the template of the tokenizer's folder, in its sandbox. A template is
+not given the date, because the tokens of a corpus would then depend on the day, and has limits of
+time and length. The name of a special token in a message is text, as with
+``sanitize_control_tokens`` of transformers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The prepared tokens of a run: which sources it reads, and the folders that hold their tokens.
 
-A run reads prepared tokens only. Those of a raw corpus are prepared once, before any rank starts,
-into ``training.token_folder``, which all runs of a user share. The name of a folder there is a hash
-of all that determines its content: the files with what is in them, the tokenizer, the rule of the
-held-out part. So a folder is never changed, and who reads it needs no lock.
-
-What is prepared does not depend on the number of ranks: one process evaluates what 64 train on.
+A folder's name in ``training.token_folder`` is a hash of all that determines its content: the files
+with what is in them, the tokenizer, the rule of the held-out part. So a folder is never changed,
+and who reads it needs no lock. The number of ranks does not count: one process evaluates what 64
+train on.
 """
 
 from __future__ import annotations
@@ -117,7 +115,8 @@ def find_prepared(config: Any, section: Section) -> list[Part]:
         if part.folder:
             found.append(part)
             continue
-        readers, tokenizer = [Reader(each) for each in part.sources], build_tokenizer(config)
+        readers = [Reader(each) for each in part.sources]
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
         folder = _place(config, readers, tokenizer)
         if not (folder / RECORD).is_file():
             want = "tokens that are prepared here, since reading a run downloads none: name a text"
@@ -238,7 +237,7 @@ def _tokens(config: Any, share: float) -> tuple[int, int | None]:
 
 def _prepared(config: Any, readers: Sequence[Reader]) -> str:
     """Return the folder of a part; prepare it if needed."""
-    tokenizer = build_tokenizer(config)
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
     folder = _place(config, readers, tokenizer)
     is_new = not (folder / RECORD).is_file()
     if is_new:

@@ -5,14 +5,9 @@ A source is read once, in order, in raw pieces of about 1 MiB. Documents are a l
 (.jsonl), a row's ``text`` (.parquet, Hub), a module of the library, or the lines of a .txt file. A
 .jsonl file may hold pairs or chats instead (:mod:`torchtitan_lr.data.pairs`).
 
-A document is held out for validation if its hash is among the lowest 1/200 of all hashes: all
-copies of one are in the same part. A small corpus holds out the documents with the lowest hashes,
-up to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of the library (one
-in 20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
-
-Of a folder or a pattern, hidden files and folders are not read (backups of editors,
-``.ipynb_checkpoints``). A link that leads out of the folder is refused: who sent the folder could
-have named any file of this machine.
+A document is held out for validation by its hash: all copies of one are in the same part. A pair
+is chosen by its question, a module of the library (one in 20) by its path. A .txt file has no
+documents: its pieces of 4 KiB are chosen by their place.
 """
 
 from __future__ import annotations
@@ -408,6 +403,7 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
 
 
 def _refuse_links(files: list[Path], folder: Path, key: str) -> None:
+    """Refuse links out of a folder: who sent it could have named any file of this machine."""
     for file in files:
         want = f"files of {folder}; this one is a link to {file.resolve()}: name that to read it"
         require(not leads_out(file, folder), key, str(file), want)

@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 from torchtitan_lr.compat.interpreter import cores, ended_by_signals
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import say
-from torchtitan_lr.console.progress import counting
+from torchtitan_lr.console.terminal import counting
 from torchtitan_lr.data import corpus
 from torchtitan_lr.data.corpus import BEGUN, PARTS, RECORD, Corpus, ShardInfo
 from torchtitan_lr.data.pairs import PairEncoder

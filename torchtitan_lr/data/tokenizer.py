@@ -47,12 +47,11 @@ def resolve_assets_path(path: str) -> Path:
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
 
 
-def build_tokenizer(job_config: Any) -> Tokenizer:
-    """Build the tokenizer of the assets folder; a process reads it once.
+def build_tokenizer(path: str) -> Tokenizer:
+    """Build the tokenizer of an assets folder; a process reads it once.
 
     A ConfigError says that there is no such folder, or no readable tokenizer with some tokens.
     """
-    path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
     want = f"a folder that holds {HF_FILE}, as `hf download OWNER/NAME --include"
     want += " '*token*' '*chat*' 'generation*' --local-dir FOLDER` makes one,"
@@ -136,10 +135,6 @@ class Tokenizer:
         """Return the ids by token, the added ones included."""
         return dict(self.tokenizer.get_vocab())
 
-    def get_vocab_size(self) -> int:
-        """Return the number of tokens, the added ones included."""
-        return int(self.tokenizer.get_vocab_size())
-
 
 _known = lru_cache(maxsize=2)(Tokenizer)
 
@@ -212,7 +207,8 @@ def stop_ids_of(folder: Path) -> list[int]:
 
 def vocabulary(tokenizer: Tokenizer) -> int:
     """Return the smallest vocabulary that a model needs for a tokenizer: ids can have gaps."""
-    return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    ids = tokenizer.get_vocab()
+    return max(len(ids), 1 + max(ids.values(), default=-1))
 
 
 @lru_cache(maxsize=2)

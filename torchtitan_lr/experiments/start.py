@@ -12,8 +12,8 @@ from typing import Any
 
 from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.placement import Placement, find_device, place
+from torchtitan_lr.launch import placement
+from torchtitan_lr.launch.placement import Environment, Placement
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, begin_rank, exit_without_teardown
 
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
@@ -24,13 +24,13 @@ def place_run(
     arguments: Sequence[str], ranks: int | None = None, data: Data = "prepare"
 ) -> Placement:
     """Check a run's configuration and return its ranks, as the launcher chooses them."""
-    placed = place(_one_machine(ranks), list(arguments))
+    placed = placement.place(_one_machine(ranks), list(arguments))
     check_job_config(placed.config, placed.environment.ranks, placed.device, data=data)
     return placed
 
 
 def _one_machine(ranks: int | None) -> Environment:
-    environment = read_environment()
+    environment = placement.read_environment()
     if environment.nodes > 1:
         raise ConfigError("NNODES", environment.nodes, "1: this command starts runs on one machine")
     if environment.comm_mode:
@@ -46,7 +46,7 @@ def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None
     A failed rank raises a `RunFailedError` with its output's file.
     """
     environment = replace(_one_machine(ranks), max_restarts=0)
-    find_device(environment)
+    placement.find_device(environment)
     from torchtitan_lr.launch.ranks import run_ranks  # late: it imports torch
 
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lr-ranks-"))

@@ -18,11 +18,11 @@ from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import NO_EFFECT
-from torchtitan_lr.console.tables import markdown_table
+from torchtitan_lr.console.terminal import markdown_table
 from torchtitan_lr.errors import ConfigError, escaped, require
 from torchtitan_lr.experiments.start import place_run
 from torchtitan_lr.launch.processes import say
-from torchtitan_lr.launch.run_state import DIVERGED, EXIT_STATUS, FAILED, FINISHED, STOPPED
+from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, FAILED, FINISHED, STOPPED
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.training.history import SUMMARY_FILE
 

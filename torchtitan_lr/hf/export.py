@@ -1,20 +1,29 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Export weights for transformers: as Hugging Face's LLaMA, or with the code of the model."""
+"""Export weights for transformers: as Hugging Face's LLaMA, or with the code of the model.
 
+With them goes a model card, the README.md of the export.
+"""
+
+import html
 import json
+import re
 import shutil
-from pathlib import Path
+from dataclasses import asdict
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict
 from safetensors import SafetensorError
 
 from torchtitan_lr import hf
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import SUFFIX
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
-from torchtitan_lr.training.loading import Weights
+from torchtitan_lr.titan.base import drop_marker
+from torchtitan_lr.training import history
+from torchtitan_lr.training.loading import Weights, read_record
 
 HF_CONFIG = "config.json"
 HF_CODE = "modeling_torchtitan_lr"  # the module of code in an export of what is no LLaMA
@@ -44,7 +53,28 @@ SCALING = {
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
 
-_CODED_FAMILIES = ("full", "svd", "cola", "lax")  # for which the exported code has linears
+_FAMILIES = {  # for which the exported code has linears, and what the card calls them
+    "full": "full-rank LLaMA",
+    "svd": "LLaMA with factorised linears, y = B A x",
+    "cola": "LLaMA with a nonlinearity in every bottleneck (CoLA), y = B σ(A x)",
+    "lax": "CoLA whose latents cross from block to block (LaX)",
+}
+
+_TEXT = """# {name}, step {step}
+
+A {kind}, {origin}.
+
+| | |
+| --- | --- |
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("."{code})
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
 
 
 def export_hf(
@@ -58,7 +88,7 @@ def export_hf(
 
     Returns the number of written parameters; errors as for `check_hf_exportable`.
     """
-    dtype = dtype or _dtype(weights)
+    dtype = dtype or next(iter(weights.values())).dtype
     config, converted = for_transformers(args, weights, dtype, keep_factors)
     write_json(out_dir / HF_CONFIG, config)
     if CODED in config:
@@ -84,7 +114,7 @@ def for_transformers(
     check_hf_exportable(args, keep_factors)
     coded = not is_hf_llama(args, keep_factors)
     if args.low_rank and not coded:
-        wide = torch.promote_types(_dtype(weights), torch.float32)
+        wide = torch.promote_types(next(iter(weights.values())).dtype, torch.float32)
         weights = {name: tensor.to(wide) for name, tensor in weights.items()}
     adapter = LlamaStateDictAdapter(args, None, coded=coded)
     return _build_config(args, dtype, coded), adapter.to_hf(weights)
@@ -101,8 +131,8 @@ def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
     if keep_factors and not args.low_rank:
         name = args.model_family.model_name
         raise ConfigError("--keep_factors", name, "a low-rank family: llama_full has no factors")
-    if not is_hf_llama(args) and args.family not in _CODED_FAMILIES:
-        names = ", ".join(f"llama_{family}" for family in _CODED_FAMILIES)
+    if not is_hf_llama(args) and args.family not in _FAMILIES:
+        names = ", ".join(f"llama_{family}" for family in _FAMILIES)
         want = f"one of {names}, whose code an export can bring"
         raise ConfigError("model.name", args.model_family.model_name, want)
 
@@ -110,10 +140,6 @@ def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a dictionary, indented."""
     path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _dtype(weights: Weights) -> torch.dtype:
-    return next(iter(weights.values())).dtype
 
 
 def _build_config(args: LlamaArgs, dtype: torch.dtype, coded: bool = False) -> dict[str, Any]:
@@ -143,3 +169,62 @@ def _build_config(args: LlamaArgs, dtype: torch.dtype, coded: bool = False) -> d
         config["hidden_act"] = CODED_ACT
         config[CODED] = {key: getattr(args, key) for key in CODED_KEYS}
     return config
+
+
+def write_card(
+    args: LlamaArgs, config: Any, step_dir: Path, out_dir: Path, coded: bool, licence: str
+) -> None:
+    """Write the model card of an export of a step; ``coded`` says whether it brings its code."""
+    step_dir = step_dir.resolve()
+    step, flavor = step_dir.name.removeprefix("step-"), config.model.flavor
+    name, section = args.model_family.model_name, read_record(step_dir).get("checkpoint")
+    origin = "pre-trained with torchtitan_lr"
+    if step == "0":
+        origin = "imported, and not trained with torchtitan_lr"
+    elif isinstance(section, dict) and section.get("initial_load_path"):
+        origin = "fine-tuned from other weights with torchtitan_lr"  # no place is told
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["torchtitan_lr", name],
+        license=licence or None,
+    )
+    rows = {name: value for name, value in drop_marker(asdict(args)).items() if value is not None}
+    if step != "0":
+        rows |= _run_rows(config, step_dir, step)
+    text = _TEXT.format(
+        name=name if flavor.endswith(SUFFIX) else f"{name} {_plain(flavor)}",
+        step=_plain(step),
+        kind=_FAMILIES[args.family],
+        origin=origin,
+        table="\n".join(f"| {key} | {_plain(value)} |" for key, value in rows.items()),
+        code=", trust_remote_code=True" if coded else "",
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / "README.md")
+
+
+def _plain(value: Any) -> str:
+    """Return a text as Markdown shows it: no HTML, no link, no picture and no other cell."""
+    text = html.escape(escaped(str(value)), quote=False)
+    return re.sub(r"[\\`*\[\]|~]", r"\\\g<0>", text)
+
+
+def _run_rows(config: Any, step_dir: Path, step: str) -> dict[str, Any]:
+    """Return rows from the run's configuration and history, up to the step."""
+    training = config.training
+    corpora = [each if isinstance(each, dict) else vars(each) for each in training.mixture]
+    corpora = corpora or [{"dataset": training.dataset, "path": training.dataset_path}]
+    # Of paths the last part, since the rest is the training machine's.
+    names = [f"{each['dataset']} {PurePath(str(each.get('path') or '')).name}" for each in corpora]
+    rows: dict[str, Any] = {"data": ", ".join(name.strip() for name in names)}
+    for record in history.read_history(step_dir.parent.parent / history.HISTORY_FILE):
+        if not step.isdecimal() or record["step"] > int(step):
+            break
+        if history.TOKENS_SEEN in record:
+            rows["tokens"] = f"{record[history.TOKENS_SEEN]:,}"
+        validated = record.get(history.VALIDATION_LOSS)
+        for what, loss in (("training", history.train_loss(record)), ("validation", validated)):
+            if loss is not None:
+                text = f"{loss:.4f} nats per token, perplexity {history.perplexity(loss):.2f}"
+                rows[f"{what} loss"] = f"{text}, at step {record['step']}"
+    return rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lr.console.progress import progress
+from torchtitan_lr.console.terminal import progress
 from torchtitan_lr.errors import require
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes

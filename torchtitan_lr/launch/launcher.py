@@ -22,11 +22,10 @@ from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError, escaped, require
-from torchtitan_lr.launch import folder_lock, run_state
-from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, check_machines, place
+from torchtitan_lr.launch import placement, run_folder
+from torchtitan_lr.launch.placement import Environment, Placement
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
-from torchtitan_lr.launch.run_state import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED
+from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED
 from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 
 if TYPE_CHECKING:  # it imports torch
@@ -38,7 +37,7 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
 
     The first argument may be CONFIG, a TOML file or a shipped name.
     """
-    arguments, main_job = list(argv), os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
+    arguments, main_job = list(argv), os.environ.get("CONFIG_FILE") or placement.DEFAULT_CONFIG_FILE
     # A first word is CONFIG; one with "=" is an override without its dashes, refused below.
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         twice = any(override.key == CONFIG_FILE_KEY for override in split_arguments(argv[1:]))
@@ -79,7 +78,7 @@ def run(
     folder, began = Path(config.job.dump_folder), time.time()
     variables = rank_variables(environment)
     if environment.nodes == 1:
-        variables |= prepare_for_ranks(config) | {folder_lock.HELD_VARIABLE: signed}
+        variables |= prepare_for_ranks(config) | {run_folder.HELD_VARIABLE: signed}
     else:
         print(f"waiting for the other machines at {environment.endpoint}", flush=True)
 
@@ -87,9 +86,9 @@ def run(
         # Of several machines rank 0 holds the folder. One that is another run's now has its record.
         with suppress(ConfigError):
             if signed:
-                folder_lock.check_ours(str(folder), signed)
-            if signed or not folder_lock.is_held(folder):
-                run_state.write_state(folder, state, why, rank, began=since)
+                run_folder.check_ours(str(folder), signed)
+            if signed or not run_folder.is_held(folder):
+                run_folder.write_state(folder, state, why, rank, began=since)
 
     def stopped(why: str) -> int:
         record(FAILED, why)
@@ -164,19 +163,19 @@ def main(argv: list[str] | None = None) -> int:
             print(placed.note, flush=True)
         folder = config.job.dump_folder
         # The launchers of several machines share the folder; then rank 0 locks it.
-        with folder_lock.locked(folder) if one_machine else nullcontext("") as signed:
+        with run_folder.locked(folder) if one_machine else nullcontext("") as signed:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             log_folder.mkdir(parents=True)
             return run(environment, placed.arguments, log_folder, config, signed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_STATUS[run_state.REFUSED]
+        return EXIT_STATUS[run_folder.REFUSED]
 
 
 def checked(argv: list[str]) -> Placement:
     """Return the ranks of a run that can start, or raise a ConfigError."""
-    environment = read_environment()
-    placed = place(environment, train_arguments(argv, environment))
+    environment = placement.read_environment()
+    placed = placement.place(environment, train_arguments(argv, environment))
     placed.environment.shown()
     if environment.comm_mode:
         # A folder of its own: do not overwrite the real run's curve.
@@ -184,9 +183,9 @@ def checked(argv: list[str]) -> Placement:
         job.dump_folder = str(Path(job.dump_folder) / "dry_run")
         placed.arguments.append(f"--job.dump_folder={job.dump_folder}")
     folder = placed.config.job.dump_folder
-    if environment.nodes == 1 and folder_lock.is_held(folder):
-        raise folder_lock.taken(folder)  # what a check would find changes while that job trains
-    check_machines(placed.config, placed.environment, placed.device)
+    if environment.nodes == 1 and run_folder.is_held(folder):
+        raise run_folder.taken(folder)  # what a check would find changes while that job trains
+    placement.check_machines(placed.config, placed.environment, placed.device)
     return placed
 
 
@@ -194,7 +193,7 @@ def already_finished(config: Any) -> list[str]:
     """Return what to print for a run that has nothing left to do; empty for any other."""
     line = nothing_to_train(config)
     folder = Path(config.job.dump_folder)
-    state, summary = run_state.read_state(folder), read_summary(folder, newer_than=0)
+    state, summary = run_folder.read_state(folder), read_summary(folder, newer_than=0)
     # A run that was killed after its last step still has to validate.
     if not line or summary is None or state is None or state["state"] != FINISHED:
         return []

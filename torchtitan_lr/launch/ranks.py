@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_lr.compat.elastic import Agent, Failure
-from torchtitan_lr.launch.environment import Environment
+from torchtitan_lr.launch.placement import Environment
 from torchtitan_lr.launch.processes import Signals
-from torchtitan_lr.launch.run_state import AGAIN_THE_SAME
+from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"

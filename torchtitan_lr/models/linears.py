@@ -4,7 +4,7 @@
 A product keeps its input for the gradient of its weight. `gated_linear` keeps σ's or SwiGLU's
 factors alone and recomputes its input in backward: per token, memory falls by r for every
 bottleneck with σ but a block's last, and by 2 f for every SwiGLU. In compiled blocks the compiler
-decides what is kept (`compat.compiler`).
+decides what is kept (`compat.dispatch`).
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchtitan_lr.compat import dispatch
 from torchtitan_lr.compat.autograd import version_of
-from torchtitan_lr.compat.compiler import lower_as_identity
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -68,7 +67,7 @@ def mark_in_graphs() -> None:
     """Let graphs that are compiled from now on contain the operator ``keep``, at no cost."""
     global _marks_in_graphs
     _marks_in_graphs = True
-    lower_as_identity(_KEPT)
+    dispatch.lower_as_identity(_KEPT)
 
 
 def checkpoint_block(

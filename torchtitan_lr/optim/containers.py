@@ -153,7 +153,7 @@ def beside_adamw(
     """Build an optimizer for the matrices that its entry says, of all model parts, and AdamW.
 
     ``of_matrices`` builds it from the parameter groups of its matrices, and the pairs A, B among
-    them. Gradients are those that FSDP2 or DDP leaves: `optim.gradients.StoredGradients`.
+    them. Gradients are those that FSDP2 leaves: `optim.gradients.StoredGradients`.
     """
     parameters = trained_parameters(*model_parts)
     shapes = {name: parameter.shape for name, parameter in parameters.items()}

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The optimizers, an entry each: no other room knows one by its name.
+"""The optimizers, an entry each. Other rooms ask the entry; `costs` alone has formulas by name.
 
 Commands read this file before torch is loaded, so it imports nothing of the package: an entry names
 its functions by paths, ``module:name``, or has those of a module that torch is imported for anyway.

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Activation checkpointing: torchtitan's modes, and ``low_rank``.
 
-``low_rank`` saves r-wide activations and recomputes d- and f-wide ones: from the latents and the
-block's input, backward recomputes up-projections, rotary embedding, norms, SwiGLU and attention; no
-down-projection runs twice (CoLA-M: CoLA, section 4). Under BTP the latents are saved after the
-all-reduce, with the norms' statistics, so that recomputation communicates nothing (BOOST, section
-4). How it does so is in `models.low_rank_checkpoint`.
+``low_rank`` saves r-wide activations and recomputes d- and f-wide ones: no down-projection runs
+twice (CoLA-M: CoLA, section 4). Under BTP the latents are saved after the all-reduce, with the
+norms' statistics, so that recomputation communicates nothing (BOOST, section 4). How it does so is
+in `models.low_rank_checkpoint`.
 """
 
 from typing import Any

@@ -1,14 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Context parallelism: C ranks share the tokens of every row (Llama 3, section 3.3.2).
+"""Context parallelism: C ranks share the tokens of every row (docs/contexts.md).
 
-A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i: chunk j attends
-to the first j + 1 chunks, so all ranks have equally much to compute. Tensor-parallel ranks that
-share tokens too (``tp_comm = "sequence"``) cut a rank's s/C tokens once more, into T parts.
-
-Attention's keys and values, or a low-rank model's latents (`LatentAttention`), are gathered along
-the tokens, and put into the row's order. In backward a reduce-scatter sums the ranks' gradients.
-What was gathered is as large for any C, so it does not stay until backward: per micro-batch a block
-sends two all-gathers and one reduce-scatter, in every mode of activation checkpointing.
+Rank i has the chunks i and 2C - 1 - i of a row's 2C: chunk j attends to the first j + 1 chunks.
+Tensor-parallel ranks that share tokens too (``tp_comm = "sequence"``) cut a rank's s/C tokens once
+more, into T parts. What attention gathers is as large for any C, so it does not stay until
+backward: that gathers again, in every mode of activation checkpointing, and reduce-scatters.
 """
 
 from collections.abc import Callable, Sequence

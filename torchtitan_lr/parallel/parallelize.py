@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchtitan_lr.compat.compiler import remake_inputs_of_products
+from torchtitan_lr.compat.dispatch import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import errors_in_place
 from torchtitan_lr.models.one_device import OutputProjection

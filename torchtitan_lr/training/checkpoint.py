@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -115,18 +115,22 @@ class CheckpointManager(TitanCheckpointHooks):
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
-            finite = _finite_weights(self.states[MODEL].model)
+            finite = _finite_weights(self.states[MODEL].state_dict().values())
             saving.write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
             return None
-        weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
+        weights = [*self.states[MODEL].state_dict()] if MODEL in self.states else []
+        if folders.OUTER in state_dict:
+            own = state_dict[folders.OUTER].state_dict()
+            weights += [f"{folders.OUTER}.{name}" for name in own]
         record = Record(self._states_of(state_dict), self.run)
         writer = saving.StepWriter(checkpoint_id, record, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            dcp.save(state_dict, storage_writer=writer, planner=saving.SavePlanner())
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
-        os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
+        if self._first:  # `_purge_stale_checkpoints` counts it
+            os.makedirs(writer.path, exist_ok=True)
         way = AsyncCheckpointerType.THREAD
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             # torch's stager, whose memory a process can share, does not wait for the step itself.
@@ -135,6 +139,7 @@ class CheckpointManager(TitanCheckpointHooks):
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
+            planner=saving.SavePlanner(),
             process_group=self.pg,
             async_checkpointer_type=way,
             async_stager=self.stager,
@@ -189,6 +194,9 @@ class CheckpointManager(TitanCheckpointHooks):
             assert record is not None
             check_start(start, record, self.identity, self._dump_folder)
             metadata = saving.read_once(safe_metadata.read_metadata, folder)
+            if folders.OUTER in here:
+                names = metadata.state_dict_metadata
+                self.states[folders.OUTER].expect(names, whole=folders.OUTER in states)
             safe_metadata.load(states, folder, metadata)
         except (DamagedError, CheckpointException) as error:  # the latter is no Exception
             cause = error if isinstance(error, DamagedError) else _cause(error)
@@ -264,7 +272,7 @@ def _cause(error: CheckpointException) -> str:
     return describe(next(iter(error.failures.values()))[0])
 
 
-def _finite_weights(model_parts: Iterable[nn.Module]) -> bool:
+def _finite_weights(parameters: Iterable[Tensor]) -> bool:
     """Return whether every parameter on every rank has a finite norm; call it on every rank."""
-    weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
+    weights = [local_part(parameter).detach() for parameter in parameters]
     return first_rank_with(None if saving.all_finite(weights) else "not finite") is None

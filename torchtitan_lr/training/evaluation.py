@@ -8,21 +8,18 @@ are labels.
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchtitan_lr.console.progress import progress
+from torchtitan_lr.console.terminal import progress
 from torchtitan_lr.data.corpus import Batch, labelled, moved
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import Reader, Source
-from torchtitan_lr.data.tokenizer import Tokenizer
+from torchtitan_lr.data.tokenizer import Tokenizer, Tokens
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan import IGNORE_INDEX
-
-Tokens = npt.NDArray[np.integer[Any]]
 
 Document = tuple[Tokens, int, Tokens | None]
 """A document or a pair: ids (n,), with those that surround it in training; bytes of its text in

@@ -4,7 +4,6 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,8 +123,7 @@ def as_model(args: LlamaArgs, weights: Weights) -> LlamaModel:
 
 def load_tokenizer(assets_path: str, args: LlamaArgs) -> Any:
     """Return the tokenizer of a folder, which fits the model's vocabulary."""
-    model = SimpleNamespace(hf_assets_path=assets_path)
-    tokenizer = build_tokenizer(SimpleNamespace(model=model))
+    tokenizer = build_tokenizer(assets_path)
     want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
     fits = vocabulary(tokenizer) <= args.vocab_size
     require(fits, "model.hf_assets_path", assets_path, want)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_lr.console.progress import progress
+from torchtitan_lr.console.terminal import progress
 from torchtitan_lr.data.corpus import Batch, ValidationSet, moved
 from torchtitan_lr.data.dataloader import ended
 from torchtitan_lr.data.prepare import open_rows

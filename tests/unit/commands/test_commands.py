@@ -75,8 +75,6 @@ REFUSED = [
     ("runs nothing", "PATH: got 'nothing', expected a folder that exists"),
     ("runs blank --plot=a.pdf", "--plot: got 'a.pdf'"),
     ("runs blank --plot=a.png", "--plot: got 'a.png', expected runs with"),
-    ("runs blank --sort=lrr", "--sort: got 'lrr', expected one of run, config"),
-    ("runs blank --columns=lrr", "--columns: got 'lrr', expected one of run, config"),
 ]
 
 

@@ -10,10 +10,7 @@ from tests.commands import ROOT, Command
 from tests.support.run_folders import loaded, rewrite_record, run_record, write_run
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checkpoints.saving import write_record
-from torchtitan_lr.commands.generate import converse
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.folders import read_any
-from torchtitan_lr.hf.generation import Settings, _Text, build_generator
+from torchtitan_lr.hf.generation import Settings, _Text
 from torchtitan_lr.training.loading import find_step
 
 command = Command("generate").ask
@@ -119,18 +116,13 @@ def rendered(tokenizer, text, begins):
     return ids
 
 
-def test_a_chat_forgets_its_beginning_where_the_window_ends(tmp_path):
-    """Fifty messages in a window of 64 tokens; the answers see the last ones alone."""
-    step, _ = write_run(tmp_path, "cola")
-    args, weights, tokenizer, _ = read_any(step)
-    model, said = build_generator(args, weights, "cpu"), []
-    chat = (model, tokenizer, args.max_seq_len, 8, Settings(), 0)
-    questions = iter([*(f"message {i}" for i in range(50)), None])
-    left = converse(*chat, lambda: next(questions), said.append)
-    assert "".join(said).count("\n") >= 50
-    assert 2 <= len(left) < 8 and left[-2]["content"] == "message 49"
-    with pytest.raises(ConfigError, match="message: got"):
-        converse(*chat, iter(["long " * 80, None]).__next__, said.append)
+def test_a_chat_ends_where_the_window_ends(tmp_path, capsys, monkeypatch):
+    """Fifty messages in a window of 64 tokens: only the first ones have an answer."""
+    write_run(tmp_path, "cola")
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"message {i}\n" for i in range(50))))
+    status, out, err = command(capsys, tmp_path, "--chat", "--max_new_tokens", 8, "--device", "cpu")
+    assert status == 2 and out and err.count("\n") == 1
+    assert err.startswith("error: message: got ") and "expected from 1 to 64 tokens" in err
 
 
 def test_prompts_are_continued_in_order(tmp_path, capsys):

@@ -5,8 +5,15 @@ import json
 import os
 
 from tests.commands import Command
-from torchtitan_lr.launch.folder_lock import LOCK_FILE, locked
-from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
+from torchtitan_lr.launch.run_folder import (
+    FAILED,
+    FINISHED,
+    LOCK_FILE,
+    RUNNING,
+    STOPPED,
+    locked,
+    write_state,
+)
 from torchtitan_lr.training.history import build_summary, read_history
 
 runs = Command("runs")
@@ -134,10 +141,3 @@ def test_the_loss_is_the_summarys_and_differing_keys_are_listed(tmp_path, capsys
     rows = [line.split() for line in capsys.readouterr().out.partition("\n\n")[2].splitlines()]
     assert rows[0] == ["run", "optimizer.lr", "environment.ranks"]
     assert rows[1:] == [[f"{tmp_path}/a", "0.001", "1"], [f"{tmp_path}/b", "0.002", "2"]]
-    assert runs.main(["--columns=optimizer.eps", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-3].split() == ["run", "optimizer.eps"]
-    # By a key, which a run without it ends; by its name alone it would be the first.
-    leave(tmp_path / "0", 2, state=FINISHED, optimizer={"lr": 5e-3})
-    leave(tmp_path / "00", 2, state=FINISHED)
-    order = ["a", "b", "0", "00"]
-    assert list(listed(capsys, "--sort=optimizer.lr", tmp_path)) == order

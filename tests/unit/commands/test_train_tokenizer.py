@@ -13,7 +13,6 @@ from tests.commands import Command
 from torchtitan_lr.commands.tokenizer import LLAMA3_SPLIT
 from torchtitan_lr.data.tokenizer import build_tokenizer, encode_documents
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan.base import JobConfig
 
 WORDS = "the low rank model reads what it is given, and writes what it has read; "
 
@@ -34,15 +33,13 @@ def train(text, out, *more):
 
 
 def load(folder):
-    job = JobConfig()
-    job.model.hf_assets_path = str(folder)
-    return build_tokenizer(job)
+    return build_tokenizer(str(folder))
 
 
 def test_size_special_tokens_and_round_trip(text, tmp_path):
     assert train(text, tmp_path / "hf", "--vocab_size", "700") == 0
     tokenizer = load(tmp_path / "hf")
-    assert tokenizer.get_vocab_size() == 700
+    assert len(tokenizer.get_vocab()) == 700
     assert tokenizer.tokenizer.id_to_token(tokenizer.bos_id) == "<|begin_of_text|>"
     assert tokenizer.tokenizer.id_to_token(tokenizer.eos_id) == "<|end_of_text|>"
     unseen = "\x00\x7f never seen: \u4e00 \U0001f680\r\n"

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.host_reads import reads
 from torchtitan_lr.compat import checkpointing, dispatch, fake, fsdp, pipelining
-from torchtitan_lr.compat.linalg import convergence_on_device
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_the_host_does_not_ask_whether_it_converged_and_nothing_is_lost(decompos
     x = x + x.mT
     expected = decompose(x)
     assert reads(lambda: decompose(x)) == 1  # the control
-    with convergence_on_device(x.device) as codes:
+    with dispatch.convergence_on_device(x.device) as codes:
         assert reads(lambda: decompose(x)) == 0
         found = decompose(x)
         decompose(x.index_fill(0, torch.tensor([1]), torch.nan))

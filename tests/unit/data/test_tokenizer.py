@@ -3,7 +3,6 @@
 
 import importlib.metadata
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -24,15 +23,11 @@ TEXT = "def f(x):\n    return x ** 2  # caf\u00e9 漢字 \U0001f600\n\n\tDon't w
 TEXTS = ["", "a", TEXT, "ünïcödé 漢字 " * 50, "<|end_of_text|>", " " * 30_000 + "x" * 30_000]
 
 
-def config(path):
-    return SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(path)))
-
-
 @pytest.mark.parametrize(
     ("path", "size", "most"), [(SHIPPED, 4096, 400_000), (BPE32K, 32_000, 2_500_000)]
 )
 def test_the_shipped_tokenizers(path, size, most):
-    tokenizer = build_tokenizer(config(path))
+    tokenizer = build_tokenizer(path)
     assert sorted(tokenizer.get_vocab().values()) == list(range(size))
     assert vocabulary(tokenizer) == size
     ids = tokenizer.encode(TEXT, add_bos=True, add_eos=True)
@@ -80,7 +75,7 @@ def test_a_missing_or_broken_tokenizer_is_refused_in_one_line(tmp_path, name, co
     if content:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError) as error:
-        build_tokenizer(config(name or tmp_path))
+        build_tokenizer(name or str(tmp_path))
     text = str(error.value)
     assert text.startswith("model.hf_assets_path: got ") and "\n" not in text
     assert (name or str(tmp_path))[:99] in text and want in text

@@ -14,7 +14,7 @@ from math import log
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # the interpreter has no site packages
-from torchtitan_lr.launch.run_state import DIVERGED, EXIT_STATUS
+from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS
 
 given = dict(argument.removeprefix("--").partition("=")[::2] for argument in sys.argv[1:])
 folder, rate = Path(given["job.dump_folder"]), float(given.get("optimizer.lr", 2e-3))

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from torchtitan_lr.experiments.fit import fit_law, fit_points, student
+from torchtitan_lr.experiments.results import fit_law, fit_points, student
 
 NOISE = 0.003  # standard deviation of log L, about that of seeds
 

@@ -11,8 +11,8 @@ from tests.commands import ROOT
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.compat.elastic import Failure
 from torchtitan_lr.launch import launcher as launch
-from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.folder_lock import locked
+from torchtitan_lr.launch.placement import Environment, read_environment
+from torchtitan_lr.launch.run_folder import locked
 
 
 @pytest.fixture

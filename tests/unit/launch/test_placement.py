@@ -13,8 +13,13 @@ from torchtitan_lr.commands.estimate_report import read_runs
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher
-from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.placement import check_machines, find_device, place
+from torchtitan_lr.launch.placement import (
+    Environment,
+    check_machines,
+    find_device,
+    place,
+    read_environment,
+)
 
 MAIN = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
 TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.support.sockets import free_port
-from torchtitan_lr.launch.environment import Environment
+from torchtitan_lr.launch.placement import Environment
 from torchtitan_lr.launch.ranks import LOOPBACK, LoopbackRendezvous, meeting, shared_store
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch import run_state
-from torchtitan_lr.launch.folder_lock import LOCK_FILE, check_ours, is_held, locked
+from torchtitan_lr.launch import run_folder
+from torchtitan_lr.launch.run_folder import LOCK_FILE, check_ours, is_held, locked
 from torchtitan_lr.train import record_state
 
 
@@ -41,7 +41,7 @@ def test_a_run_whose_folder_was_emptied_saves_and_records_no_more(tmp_path, monk
 
     folder, began = str(tmp_path), time.time()
     with locked(folder) as signed:
-        record_state(folder, signed, began, run_state.RUNNING)
+        record_state(folder, signed, began, run_folder.RUNNING)
         with monkeypatch.context() as patch:  # as a network does
             patch.setattr(Path, "read_bytes", fail)
             check_ours(folder, signed)
@@ -50,33 +50,33 @@ def test_a_run_whose_folder_was_emptied_saves_and_records_no_more(tmp_path, monk
             check_ours(folder, signed)
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
         with locked(folder):
-            record_state(folder, signed, began, run_state.FAILED, "no such luck")
+            record_state(folder, signed, began, run_folder.FAILED, "no such luck")
             with pytest.raises(ConfigError, match=r"run.lock stays"):
-                record_state(folder, signed, began, run_state.FINISHED)
-        assert run_state.read_state(folder)["state"] == run_state.RUNNING
+                record_state(folder, signed, began, run_folder.FINISHED)
+        assert run_folder.read_state(folder)["state"] == run_folder.RUNNING
 
 
-@pytest.mark.parametrize("end", [run_state.FINISHED, run_state.STOPPED])
-@pytest.mark.parametrize("failure", [run_state.FAILED, run_state.REFUSED, run_state.DIVERGED])
+@pytest.mark.parametrize("end", [run_folder.FINISHED, run_folder.STOPPED])
+@pytest.mark.parametrize("failure", [run_folder.FAILED, run_folder.REFUSED, run_folder.DIVERGED])
 def test_a_failure_before_training_leaves_the_end_of_the_run(tmp_path, end, failure):
-    run_state.write_state(tmp_path, end, "as it was")
-    run_state.write_state(tmp_path, failure, "refused")
-    found = run_state.read_state(tmp_path)
+    run_folder.write_state(tmp_path, end, "as it was")
+    run_folder.write_state(tmp_path, failure, "refused")
+    found = run_folder.read_state(tmp_path)
     assert (found["state"], found["error"]) == (end, "as it was")
-    run_state.write_state(tmp_path, run_state.RUNNING)
-    run_state.write_state(tmp_path, failure, "out of memory", rank=3, step=7)
-    found = run_state.read_state(tmp_path)
+    run_folder.write_state(tmp_path, run_folder.RUNNING)
+    run_folder.write_state(tmp_path, failure, "out of memory", rank=3, step=7)
+    found = run_folder.read_state(tmp_path)
     assert isinstance(found.pop("time"), float)
     assert found == {"state": failure, "rank": 3, "step": 7, "error": "out of memory"}
 
 
 def test_the_first_failure_of_a_start_stays(tmp_path):
-    run_state.write_state(tmp_path, run_state.FAILED, "of an earlier start")
+    run_folder.write_state(tmp_path, run_folder.FAILED, "of an earlier start")
     began = time.time()
-    run_state.write_state(tmp_path, run_state.DIVERGED, "first", rank=1, began=began)
-    run_state.write_state(tmp_path, run_state.FAILED, "connection reset", rank=0, began=began)
-    found = run_state.read_state(tmp_path)
+    run_folder.write_state(tmp_path, run_folder.DIVERGED, "first", rank=1, began=began)
+    run_folder.write_state(tmp_path, run_folder.FAILED, "connection reset", rank=0, began=began)
+    found = run_folder.read_state(tmp_path)
     assert (found["error"], found["rank"]) == ("first", 1)
     # But for a rank that was killed: the others saw only its end.
-    run_state.write_state(tmp_path, run_state.FAILED, "rank 2 was ended by SIGKILL", rank=2)
-    assert run_state.read_state(tmp_path)["rank"] == 2
+    run_folder.write_state(tmp_path, run_folder.FAILED, "rank 2 was ended by SIGKILL", rank=2)
+    assert run_folder.read_state(tmp_path)["rank"] == 2

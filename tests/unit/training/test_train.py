@@ -292,7 +292,7 @@ def test_validation_by_hand(tmp_path):
     options += ["--validation.seq_len=8", "--validation.local_batch_size=2"]
     with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
         (model,) = trainer.model_parts
-        encode = build_tokenizer(trainer.job_config).encode
+        encode = build_tokenizer(trainer.job_config.model.hf_assets_path).encode
         sequences = windows([encode(text, add_bos=True, add_eos=True) for text in texts], 8)
         assert len(sequences) % 2 == 1
         trainer.validator.validate([model], 3)

@@ -10,13 +10,8 @@ In one process a step of a matrix W (m, n) is that of Muon (Jordan et al., 2024)
 `SpectralOptimizer.update` has these lines for all matrices. A matrix is seen as (r, n): r is the
 rank of a factor, or the shorter side of another matrix, and a factor B (d_out, r) is transposed.
 Ranks that split n have terms of N Nᵀ, and sum them. Ranks that split r gather N before, and the
-weight if the rule needs its Gram matrix (`GramGroups.gather_rows`). If they do not split n, each
-then has N Nᵀ without a sum.
-
-The ranks that hold parts of the same matrices divide the work on Q (`Division`): each gets the sums
-of an equal number of linears (reduce-scatter), and all get their Q (all-gather), which are as many
-bytes as one all-reduce of the sums. Fewer linears than ranks are left over: every rank computes Q
-of these.
+weight if the rule needs its Gram matrix (`GramGroups.gather_rows`). The ranks that hold parts of
+the same matrices divide the work on Q (`Division`). `costs.gram_messages` states all messages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lr.compat.dispatch import between
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
-from torchtitan_lr.compat.linalg import between
 from torchtitan_lr.numerics import exact_products, rounded_once
 from torchtitan_lr.optim.base import OwnOptimizer, alike, split_buckets
-from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
 from torchtitan_lr.optim.spectral.layout import Division, GramGroups, Split, View, batches
-from torchtitan_lr.optim.spectral.rules import RULES, Rule
+from torchtitan_lr.optim.spectral.rules import RULES, Rule, gram, packed, unpacked
 
 LAUNCH_ELEMENTS = 2**24
 """Elements of the momenta, or weights, that one kernel changes: a copy of them is in memory."""

@@ -8,6 +8,13 @@ symmetric matrix,
     A ← A − η Q_A N_A        B ← B − η N_B Q_B
 
 and a rule says what Q_A and Q_B (r, r) are. msign(N) is N's polar factor, (N Nᵀ)^(-1/2) N.
+
+Newton-Schulz iterations only ever multiply N from the left by a polynomial of its Gram matrix
+G = N Nᵀ, so a wide N (r, n) enters twice: in G, and in the last product. Everything between is
+(r, r). In the usual form, which iterates on N itself, every iteration costs two products of N.
+
+All functions work on matrices of one shape in a batch, and compute in fp32 or, for fp64, in fp64:
+G squares the condition number of N. No function waits for the device.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +25,28 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.optim.spectral import algebra
+
+Coefficients = Sequence[tuple[float, float, float]]
+"""(a, b, c) of the polynomial a x + b x³ + c x⁵ of every iteration."""
+
+QUINTIC: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+"""Muon's five iterations (Jordan et al., 2024; `torch.optim.Muon`'s default). They stop at singular
+values from 0.7 to 1.2, which trains as well as 1."""
+
+POLAR_EXPRESS: Coefficients = (
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+)
+"""Eight iterations that converge for singular values from 1e-3 of the Frobenius norm on (Amsel
+et al., arXiv 2505.16932, with their factor 1.01 for rounding)."""
+
+_TINY = 1e-30
 
 _FLOOR = {torch.float32: 100.0, torch.float64: 2.0**26}
 """The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding ε. R then
@@ -62,8 +90,8 @@ class Rule(ABC):
         triangle = r * (r + 1) // 2
         sizes = (triangle, triangle * self.weight_grams, r * self.weight_norms, self.weight_norms)
         gram, weight_gram, Wu, square = vectors.split(sizes, dim=1)
-        weight_gram = algebra.unpacked(weight_gram, r) if self.weight_grams else weight_gram
-        return Needs(algebra.unpacked(gram, r), weight_gram, Wu, square.flatten())
+        weight_gram = unpacked(weight_gram, r) if self.weight_grams else weight_gram
+        return Needs(unpacked(gram, r), weight_gram, Wu, square.flatten())
 
     @abstractmethod
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
@@ -89,7 +117,7 @@ class Muon(Rule):
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
         """Return Q."""
         (each,) = needs
-        return [(0.2 * longest**0.5 * algebra.inverse_root(each.gram), None)]
+        return [(0.2 * longest**0.5 * inverse_root(each.gram), None)]
 
 
 class Spectron(Rule):
@@ -108,10 +136,10 @@ class Spectron(Rule):
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
         """Return Q_A and Q_B, each with the next u."""
         A, B = needs
-        sigma_A, u_A = algebra.spectral_norm(A.Wu, A.square)
-        sigma_B, u_B = algebra.spectral_norm(B.Wu, B.square)
+        sigma_A, u_A = spectral_norm(A.Wu, A.square)
+        sigma_B, u_B = spectral_norm(B.Wu, B.square)
         rho = (1 / (sigma_A + sigma_B + 1))[:, None, None]
-        Q_A, Q_B = rho * algebra.inverse_root(A.gram), rho * algebra.inverse_root(B.gram)
+        Q_A, Q_B = rho * inverse_root(A.gram), rho * inverse_root(B.gram)
         return [(Q_A, u_A), (Q_B, u_B)]
 
 
@@ -136,12 +164,12 @@ class LoRAMuon(Rule):
         A, B = needs
         floor = _FLOOR[A.gram.dtype]
         least = floor * torch.finfo(A.gram.dtype).eps
-        R_A = algebra.inverse_root(A.weight_gram, algebra.POLAR_EXPRESS, least)
-        R_B = algebra.inverse_root(B.weight_gram, algebra.POLAR_EXPRESS, least)
+        R_A = inverse_root(A.weight_gram, POLAR_EXPRESS, least)
+        R_B = inverse_root(B.weight_gram, POLAR_EXPRESS, least)
         rounding = 1 / (floor * A.gram.shape[-1])  # of a whitened Gram matrix, in its trace's units
-        Q_A = R_B @ algebra.inverse_root(R_B @ A.gram @ R_B, floor=rounding) @ R_B / 2
-        Q_B = R_A @ algebra.inverse_root(R_A @ B.gram @ R_A, floor=rounding) @ R_A / 2
-        return [(algebra.symmetric(Q_A), None), (algebra.symmetric(Q_B), None)]
+        Q_A = R_B @ inverse_root(R_B @ A.gram @ R_B, floor=rounding) @ R_B / 2
+        Q_B = R_A @ inverse_root(R_A @ B.gram @ R_A, floor=rounding) @ R_A / 2
+        return [(symmetric(Q_A), None), (symmetric(Q_B), None)]
 
     def decayed(self, lr: float, weight_decay: float) -> tuple[float, float]:
         """Decay W = B A: with s = √(1 − ηλ), A ← s A + ΔA / s, and B likewise."""
@@ -151,3 +179,70 @@ class LoRAMuon(Rule):
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (Muon(), Spectron(), LoRAMuon())}
 """The rules by name."""
+
+
+def gram(M: Tensor) -> Tensor:
+    """Return M Mᵀ (r, r) of M (r, n), in fp32 or wider."""
+    exact = M.to(torch.promote_types(M.dtype, torch.float32))
+    return exact @ exact.mT
+
+
+def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float = 0.0) -> Tensor:
+    """Return G^(-1/2) of symmetric matrices, as far as the iterations converge.
+
+    With G₀ = G / t, Q₀ = I / √t and t = tr G, an iteration is Q ← P Q and G ← P G P, where
+    P = a I + b G + c G². All these matrices commute. Q M is then exactly what the usual form of the
+    same iterations makes of M / |M|. Both are (b, r, r); Q is 0 for a G that is 0, or overflows.
+
+    ``floor`` is added to the eigenvalues of G, in units of its trace: a rounded G may have negative
+    ones, which the iterations would magnify.
+    """
+    identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # (b, 1, 1)
+    undefined = (trace <= _TINY) | ~trace.isfinite()
+    trace = trace.clamp(min=_TINY)
+    G = G / trace + floor * identity
+    Q = trace.rsqrt() * identity
+    for step, (a, b, c) in enumerate(coefficients):
+        P = a * identity + torch.baddbmm(G, G, G, beta=b, alpha=c)
+        Q = P * trace.rsqrt() if step == 0 else P @ Q
+        if step < len(coefficients) - 1:
+            G = P @ G @ P
+    return symmetric(Q).masked_fill(undefined, 0.0)
+
+
+def symmetric(Q: Tensor) -> Tensor:
+    """Return the mean of a matrix and its transpose (b, r, r), which differ by rounding.
+
+    To take one triangle instead would lose up to two digits of Q M.
+    """
+    return (Q + Q.mT) / 2
+
+
+def spectral_norm(Wu: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+    """Return estimates of spectral norms (b,), from below, and the next left singular vectors.
+
+    They are |W Wᵀu| / |Wᵀu|, and W Wᵀu (b, r) of length 1, where u (b, r) is the estimate before,
+    of length 1, and ``square`` is |Wᵀu|² (b,).
+    """
+    length = torch.linalg.vector_norm(Wu, dim=-1)
+    return length * square.clamp(min=_TINY).rsqrt(), Wu / length.clamp(min=_TINY)[:, None]
+
+
+def packed(G: Tensor) -> Tensor:
+    """Return the upper triangles of symmetric matrices (..., r, r): (..., r (r + 1) / 2)."""
+    return G.flatten(-2)[..., _upper(G.shape[-1], G.device)]
+
+
+def unpacked(triangles: Tensor, r: int) -> Tensor:
+    """Return the symmetric matrices (b, r, r) whose upper triangles are the rows (b, ...)."""
+    upper = triangles.new_zeros(len(triangles), r * r)
+    upper[:, _upper(r, triangles.device)] = triangles
+    G = upper.view(-1, r, r)
+    return G.triu() + G.triu(1).mT
+
+
+def _upper(r: int, device: torch.device) -> Tensor:
+    """Return the places of the upper triangle in a flat (r, r), in the order of its rows."""
+    rows, columns = torch.triu_indices(r, r, device=device)
+    return rows * r + columns

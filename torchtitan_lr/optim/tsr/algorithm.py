@@ -13,16 +13,13 @@ the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are t
 | C ← ΣC over the replicas | `TSRAdam._sum_cores` |
 | m, v ← Adam's moments of C; D = m̂/(√v̂ + ε); W ← (1 − ηλ)W − ηα·UDVᵀ | `MatrixStack.update` |
 
-Every `MatrixStack`, of ``stack.py``, has the equations of matrices that are alike.
-
 A refresh belongs to its step: `TSRAdam.finish_sums` finds the new bases, `TSRAdam.update` starts to
 use them. If that step is rejected (``found_inf``), the device keeps the old bases and moments. The
 host counts a step once it knows the verdict, in `TSRAdam.settle` or in the next `TSRAdam.begin`. So
 the step after a rejected one has the same number: the same matrices are due, with the same random
 sketch and the new gradient. A run's step number, learning rate and data go on.
 
-One-sided projection (GaLore) omits V: the core is UᵀG (r, n), for a matrix that is wider than tall.
-Tall and square matrices are transposed first, because GaLore projects them on the right.
+One-sided projection (GaLore) omits V: the core is UᵀG (r, n); see `MatrixPlan.transposed`.
 """
 
 import weakref

@@ -100,11 +100,9 @@ class MatrixStack:
     def refresh(self, indices: list[int], drift: Drift) -> Refreshed:
         """Find U, Σ, V ← randomized SVD of ΣG of some matrices, their cores and moments.
 
-        Moments change according to ``tsr_moments``. ``keep`` leaves them (the published code; the
-        new bases are sign-aligned with the old ones for it). ``rotate`` expresses them in the new
-        bases (the paper's theory): with P = U₊ᵀU and Q = V₊ᵀV, m ← P·m·Qᵀ, and v by the squared
-        entries of P and Q. The second moment holds variances of the core's entries; if these are
-        independent, the variances of sums add with squared weights.
+        ``tsr_moments = "rotate"`` expresses the moments in the new bases (the paper's theory): with
+        P = U₊ᵀU and Q = V₊ᵀV, m ← P·m·Qᵀ, and v by the squared entries of P and Q, as variances of
+        sums of independent entries add.
         """
         gradients = []
         for i in indices:

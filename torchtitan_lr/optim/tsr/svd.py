@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.compat.linalg import convergence_on_device
+from torchtitan_lr.compat.dispatch import convergence_on_device
 from torchtitan_lr.compat.process_groups import gathered
 from torchtitan_lr.optim.tsr.sums import ProcessGroups, summed
 
@@ -175,18 +175,10 @@ def tsqr(tall: Tensor, most: int, groups: Iterable[dist.ProcessGroup]) -> tuple[
 def _factors(tall: Tensor) -> tuple[Tensor, Tensor]:
     """Return Q and R, k×k, of matrices (b, m, k); where m < k the identity and the matrices."""
     b, rows, width = tall.shape
-    if rows >= width:
-        return _qr(tall)
-    return torch.eye(rows, dtype=tall.dtype, device=tall.device).expand(b, -1, -1), tall
-
-
-def _qr(tall: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the QR factorization of a batch of tall matrices, by the device's fastest exact way.
-
-    A GPU computes Householder's factorizations of a batch one after the other, with few of its
-    cores.
-    """
+    if rows < width:
+        return torch.eye(rows, dtype=tall.dtype, device=tall.device).expand(b, -1, -1), tall
     if tall.is_cuda and tall.dtype == torch.float32:
+        # A GPU computes Householder's factorizations one after the other, with few of its cores.
         return gram_qr(tall)
     q, r = torch.linalg.qr(tall)
     return q, r

@@ -7,7 +7,7 @@ from torch import nn
 
 from scripts.bench.spectral import polar_factor
 from tests.reference.muon import usual_polar_factor
-from torchtitan_lr.optim.spectral import algebra, rules
+from torchtitan_lr.optim.spectral import rules
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
@@ -25,7 +25,7 @@ def iterated(M):
     """The usual form of the iterations, on the singular values."""
     U, S, Vh = torch.linalg.svd(M, full_matrices=False)
     x = S / S.norm()
-    for a, b, c in algebra.QUINTIC:
+    for a, b, c in rules.QUINTIC:
         x = a * x + b * x**3 + c * x**5
     return (U * x) @ Vh
 
@@ -138,7 +138,7 @@ def test_the_gram_forms_error_over_condition_numbers(condition, dtype):
     U, _, Vh = torch.linalg.svd(M.double(), full_matrices=False)
     ours, usual = polar_factor(M), usual_polar_factor(M.float())
     narrow = M.bfloat16()
-    control = algebra.inverse_root((narrow @ narrow.mT)[None])[0] @ narrow
+    control = rules.inverse_root((narrow @ narrow.mT)[None])[0] @ narrow
 
     def error(found, wanted):
         return torch.linalg.matrix_norm(found.double() - wanted, 2).item()
@@ -159,7 +159,7 @@ def test_ill_conditioned_factors_never_explode(cond):
     B = ((U * values) @ torch.linalg.qr(drawn(48, 16))[0].mT).mT
     dW = drawn(48, 64)
     A, B, N_A, N_B = (x.float() for x in (A, B, B.mT @ dW, dW @ A.mT))
-    grams = [algebra.gram(x)[None] for x in (N_A, N_B.mT, A, B.mT)]
+    grams = [rules.gram(x)[None] for x in (N_A, N_B.mT, A, B.mT)]
     unused = torch.empty(1, 0)
     needs = [
         rules.Needs(gram, weight, unused, unused)
@@ -205,9 +205,9 @@ def test_finite_gradients_never_make_weights_that_are_not(rule, size):
 def test_products_are_exact_whatever_the_run_allows(monkeypatch):
     """On a GPU a run may allow TF32, as `torch.set_float32_matmul_precision` says."""
     seen = []
-    usual = algebra.inverse_root
+    usual = rules.inverse_root
     precision = torch.get_float32_matmul_precision
-    monkeypatch.setattr(algebra, "inverse_root", lambda *a: seen.append(precision()) or usual(*a))
+    monkeypatch.setattr(rules, "inverse_root", lambda *a: seen.append(precision()) or usual(*a))
     torch.set_float32_matmul_precision("medium")
     try:
         Linear().build("Muon").step()

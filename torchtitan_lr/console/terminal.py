@@ -1,18 +1,48 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The progress of long work: a bar on a command's terminal, a plain line per minute elsewhere."""
+"""What commands show: tables, and the progress of long work."""
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torchtitan_lr.console.log import say
+from torchtitan_lr.errors import escaped
 
 T = TypeVar("T")
 
 BAR_DELAY = 1.0  # seconds before a bar appears: short work needs none
 LINE_SECONDS = 60.0  # before the first plain line, and between two
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format cells as Markdown without padding: one new cell then changes one line."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(escaped, cells))} |" for cells in lines)
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Format cells in aligned columns for a terminal."""
+    lines = [[escaped(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line[:left], widths, strict=False)]
+        for cell, width in zip(line[left:], widths[left:], strict=True):
+            cells.append(cell.rjust(width))
+        aligned.append("  ".join(cells).rstrip())
+    return "\n".join(aligned)
+
+
+def named_values(values: Mapping[str, Any]) -> str:
+    """Format values by name, one per line; those that are None are left out."""
+    lines = []
+    for name, value in values.items():
+        if value is not None:
+            text = f"{value:,.4f}" if isinstance(value, float) else str(value)
+            lines.append(f"{name.replace('_', ' '):<21}{escaped(text)}")
+    return "\n".join(lines)
 
 
 def progress(

@@ -1,14 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One job per dump folder: two jobs would mix their metrics and delete each other's checkpoints.
+"""Who has a dump folder, ``run.lock``, and how its run ended, ``run_state.json``; without torch.
 
-The kernel releases the lock (``flock``) when its process ends for any reason. The file ``run.lock``
-remains and names the last holder. On one machine the launcher takes the lock before any rank
-starts, otherwise rank 0 does. On NFS a lock holds between machines if the server's lock service
-runs; with the mount options ``nolock`` or ``local_lock``, each machine sees only its own locks.
+One job has a folder: two would mix their metrics and delete each other's checkpoints. The kernel
+releases the lock (``flock``) when its process ends for any reason. The file remains and names the
+last holder. On one machine the launcher takes the lock, otherwise rank 0 does.
+
+Rank 0 writes the state when training starts and ends, and the rank that fails first when it fails;
+the launcher writes it where no rank could. A start that is refused, or ends before training, leaves
+the record of the run in the folder. A run whose file says ``running`` while nothing holds its
+folder was killed without any chance to write.
 """
 
 import fcntl
 import json
+import math
 import os
 import socket
 import sys
@@ -28,6 +33,18 @@ _SEEN_SECONDS = 60.0  # until a network's file system shows what another machine
 
 HELD_VARIABLE = "TORCHTITAN_LR_LOCK"
 """Environment variable of the ranks whose launcher has checked the run: what `locked` returned."""
+
+STATE_FILE = "run_state.json"
+
+RUNNING = "running"
+FINISHED, STOPPED = ENDS = ("finished", "stopped")
+FAILED, REFUSED, DIVERGED = FAILURES = ("failed", "refused", "diverged")
+
+EXIT_STATUS = {FINISHED: 0, STOPPED: 0, FAILED: 1, REFUSED: 2, DIVERGED: 3}
+"""Exit status of a rank, and of the launcher, by the run's end."""
+
+AGAIN_THE_SAME = (EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED])
+"""Exit statuses of ends to which a restart would come again."""
 
 
 @contextmanager
@@ -123,3 +140,39 @@ def taken(dump_folder: str) -> ConfigError:
         holder = "its holder is not recorded yet"  # between locking and signing
     want = f"a folder that no other job uses; {holder}"
     return ConfigError("job.dump_folder", dump_folder, want)
+
+
+def write_state(
+    dump_folder: str | Path,
+    state: str,
+    error: str = "",  # one line
+    rank: int | None = None,  # at fault
+    step: int | None = None,
+    began: float = math.inf,  # when this start began, in seconds since the epoch
+) -> None:
+    """Record a run's state; a disk without space or the right to write leaves the old record.
+
+    A failure replaces neither of the ends "finished" and "stopped": training that began after them
+    has recorded "running". Nor does it replace a failure of the same start, which was the first.
+    """
+    path = Path(dump_folder) / STATE_FILE
+    before = read_state(dump_folder)
+    if state in FAILURES and before is not None:
+        when = before.get("time")
+        is_since = isinstance(when, int | float) and when >= began
+        if before["state"] in ENDS or (before["state"] in FAILURES and is_since):
+            return
+    record = {"state": state, "rank": rank, "step": step, "error": error, "time": time.time()}
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    with suppress(OSError):
+        scratch.write_text(json.dumps(record) + "\n")
+        scratch.replace(path)
+
+
+def read_state(dump_folder: str | Path) -> dict[str, Any] | None:
+    """Return what `write_state` recorded, None without a readable record."""
+    try:
+        record = read_json(Path(dump_folder) / STATE_FILE)
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record.get("state"), str) else None
