@@ -599,6 +599,13 @@ class Checkpoint:
     last_save_model_only: bool = False
     """Save only the model at the last step. Such a checkpoint cannot be resumed."""
 
+    minutes: Annotated[float, FINITE] = 10.0
+    """Save too when the last save is so long ago; 0 saves by ``interval`` alone. Where a save takes
+    more than a twentieth of this time, it waits for twenty times as long as the save took."""
+
+    keep_every: Annotated[int, NATURAL] = 0
+    """Steps whose number this divides are kept beside the ``keep_latest_k``; 0 keeps none."""
+
 
 @dataclass
 class Metrics:

@@ -43,6 +43,8 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import MODEL, AsyncMode, TitanCheckpointHooks
 
+_SAVE_SHARE = 20  # saves by time take at most one part in so many of the time
+
 
 @contextmanager
 def _told() -> Iterator[None]:
@@ -74,6 +76,8 @@ class CheckpointManager(TitanCheckpointHooks):
         self.before_save: Callable[[], None] = lambda: None
         self._section, self._dump_folder = checkpoint_config, str(parts.get("base_folder", ""))
         self._first = not dist.is_initialized() or dist.get_rank() == 0
+        # The end and the length of the last save, in seconds.
+        self._saved_at, self._save_seconds = time.monotonic(), 0.0
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         super().__init__(checkpoint_config=checkpoint_config, **parts)
@@ -94,8 +98,15 @@ class CheckpointManager(TitanCheckpointHooks):
             how = "copied for a background write" if in_background else "saved"
             folder, seconds = self.checkpoint_folder(curr_step), time.perf_counter() - started
             console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
+            self._saved_at, self._save_seconds, self.overdue = time.monotonic(), seconds, False
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
+
+    def is_late(self) -> bool:
+        """Return, on the first rank alone, whether a save is due by ``checkpoint.minutes``."""
+        minutes = self._section.minutes
+        longest = max(60 * minutes, _SAVE_SHARE * self._save_seconds)
+        return self._first and minutes > 0 and time.monotonic() - self._saved_at > longest
 
     @torch.no_grad()
     def dcp_save(
@@ -259,7 +270,9 @@ class CheckpointManager(TitanCheckpointHooks):
         paths = [self.checkpoint_folder(step) for step in folders.all_steps(self.folder)]
         kept = [path for path in paths if path == self._last_saved or folders.is_complete(path)]
         for folder in kept[: -self.keep_latest_k]:
-            self._discard(folder)
+            step, every = int(folder.rpartition("-")[2]), self._section.keep_every
+            if not every or step % every:
+                self._discard(folder)
 
     def _discard(self, folder: str) -> None:
         """Rename a folder, so that it is no checkpoint any more, and delete it meanwhile."""

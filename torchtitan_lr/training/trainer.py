@@ -188,7 +188,8 @@ class Trainer(TitanTrainer):
             ahead = self.reader.read_next(data_iterator).counts if another_follows else ()
             # 5. Accept or reject the step, in one all-reduce of all ranks.
             stop, depth = self.stop.name is not None, self.origin.depth
-            verdict = decide(self.loss, share, stop, ahead, depth, self._replica, self._apart)
+            late, replica = self.checkpointer.is_late(), (self._replica, self._apart)
+            verdict = decide(self.loss, share, stop, ahead, depth, *replica, save=late)
             # 6. Scale the gradients down to the largest norm.
             self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
             # 7. Change the weights, unless the step is rejected.
@@ -291,6 +292,7 @@ class Trainer(TitanTrainer):
         findings = verdict.read()
         self.reader.next_sums = findings.next_counts
         self.gradients.settle(findings.rejected)
+        self.checkpointer.overdue = findings.save
         # A run that has reached its last step is not stopped.
         if findings.stop and self.step < self.job_config.training.steps:
             self.stopped_by = self.stop.name or "a signal on another rank"

@@ -33,7 +33,7 @@ class NonFiniteError(RunFailedError):
 
 @dataclass(frozen=True)
 class Findings:
-    """What the host reads of a `Verdict`, equal on all ranks but for the last two."""
+    """What the host reads of a `Verdict`, equal on all ranks but for the loss's and the depth."""
 
     rejected: bool  # whether the optimizer left the step out
     norm: float  # of the full gradient; of replicas that train apart one at fault, or the largest
@@ -42,6 +42,7 @@ class Findings:
     next_counts: tuple[float, ...]  # the sums of the next data's counts over the ranks
     loss_is_finite: bool  # whether this rank's own loss is finite
     depth: float  # this rank's `Origin.depth`
+    save: bool = False  # whether the first rank wants a checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,11 @@ class Verdict:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
         numbers = self.numbers.read()
         squares, sums = numbers[: self.replicas], numbers[self.replicas :]
-        bad_ranks, stops, *counts, bad, rejected, depth = sums
+        bad_ranks, stops, saves, *counts, bad, rejected, depth = sums
         norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
         norm = next((norm for norm in norms if not math.isfinite(norm)), max(norms))
-        return Findings(
-            rejected > 0, norm, int(bad_ranks), stops > 0, tuple(counts), not bad, depth
-        )
+        decided = (rejected > 0, norm, int(bad_ranks), stops > 0, tuple(counts))
+        return Findings(*decided, not bad, depth, saves > 0)
 
 
 def decide(
@@ -73,6 +73,7 @@ def decide(
     depth: Tensor,
     replica: int = 0,
     replicas: int = 1,
+    save: bool = False,
 ) -> Verdict:
     """Accept or reject a step with all ranks, in one all-reduce.
 
@@ -81,8 +82,9 @@ def decide(
     """
     bad = (~loss.isfinite()).double()
     # Fills of the device's memory, not copies from the host's.
-    known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]
-    # Squared gradient norms by replica, ranks whose loss is not finite, stop signals and counts.
+    known = [torch.full_like(bad, float(number)) for number in (stop, save, *next_counts)]
+    # Squared gradient norms by replica, ranks whose loss is not finite, signals to stop
+    # and to save, and counts.
     squares = [torch.zeros_like(bad) for _ in range(replicas)]
     squares[replica] = share.to(loss.device, torch.float64)
     sums = torch.stack([*squares, bad, *known])  # (n,)
