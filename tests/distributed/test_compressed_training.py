@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs with compressed gradients: metrics, and resumes with other keys of ``[grad_compression]``.
-
-Parity, messages, and resumes as they are, are in `test_layout`.
-"""
+"""Runs with compressed gradients: metrics, and resumes with other keys of `[grad_compression]`."""
 
 from pathlib import Path
 from typing import Any

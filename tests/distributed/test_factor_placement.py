@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""FSDP2 with A (r, d_in) split along d_in: which factors, and what compresses their gradients.
-
-That every layout trains like one process, and resumes in another one, is in `test_layout`.
-"""
+"""FSDP2 with A (r, d_in) split along d_in: what compresses the gradients of such factors."""
 
 from tests.distributed.training import train
 from tests.support.parity_runs import degrees, model

@@ -35,10 +35,7 @@ class Allocations(TorchDispatchMode):
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """Return a function's peak on the CPU beyond what was there before, from torch's allocator.
-
-    A dispatch mode does not see the copies that a kernel makes of its inputs.
-    """
+    """Return a function's peak on the CPU by torch's allocator, with the copies inside a kernel."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     living = peak = 0

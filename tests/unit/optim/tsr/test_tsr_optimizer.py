@@ -95,11 +95,7 @@ def test_a_saved_state_goes_on_bitwise(dtype):
     ids=str,
 )
 def test_steps_are_the_algorithms(changes):
-    """Seven steps against Algorithm 1 on whole matrices, in fp64.
-
-    With ε = 1e-5 two right implementations stay within 1e-13 of each other; 1e-8, Adam's usual one,
-    would enlarge their rounding a thousandfold.
-    """
+    """Seven steps against Algorithm 1 in fp64; at ε = 1e-8 rounding would count a thousandfold."""
     settings = replace(SETTINGS, oversampling=1, scale=0.7, refresh="sketch")
     settings = replace(settings, **changes)
     defaults = DEFAULTS | {"eps": 1e-5, "lr": 0.05}
