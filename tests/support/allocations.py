@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The bytes that operators allocate."""
+"""The bytes that operators allocate, and what the host reads of a device."""
 
 import gc
 from collections.abc import Callable
@@ -44,3 +44,10 @@ def peak_bytes(function: Callable[[], Any]) -> int:
             living += event.nbytes()
             peak = max(peak, living)
     return peak
+
+
+def reads(call: Callable[[], Any]) -> int:
+    """How often the host reads a number of the device, below every operator too."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        call()
+    return sum(event.name == "aten::_local_scalar_dense" for event in found.events())
