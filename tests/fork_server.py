@@ -268,6 +268,7 @@ def _run(arguments):
 
 def _name_frames():
     """Tells `inspect` the modules of the frames below, for which torchrun asks all the time."""
+    # For a module that `sys.modules` has not under its own name it goes through thousands.
     frame = sys._getframe()
     while frame is not None:
         inspect.modulesbyfile.setdefault(frame.f_code.co_filename, frame.f_globals["__name__"])

@@ -42,6 +42,7 @@ def half_units(found: Tensor, exact: Tensor) -> float:
 
 def statistic_error(terms: int) -> float:
     """Bound of the relative error of a fp32 sum of squares in any order: 2⁻²⁴ for each rounding."""
+    # All terms are positive. Rounded are the additions, the squares, and a root, squared again.
     return (terms + 4) * 2.0**-24
 
 

@@ -124,7 +124,10 @@ class RankPool:
 
 
 class _GroupCache:
-    """Reuses the groups of equal meshes: torch keeps each, whose gloo threads poll."""
+    """Reuses a mesh's groups of the same ranks, backend and description, in their order.
+
+    Torch keeps every group, whose gloo threads poll: after a hundred runs ranks would mostly poll.
+    """
 
     def __init__(self, new_group: Callable[..., Any]) -> None:
         self._new_group = new_group
