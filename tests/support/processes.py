@@ -37,7 +37,7 @@ def listening(pid):
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
+            if fields[3] == "0A" and fields[9] in inodes:  # 0A: it listens
                 words = bytes.fromhex(fields[1].partition(":")[0])
                 # Each 32-bit word is written in the machine's own order.
                 swapped = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
