@@ -26,10 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked nightly; shuffle files, and tests within their file.
-
-    Shared fixtures are still made once.
-    """
+    """Skip what is marked nightly; shuffle files, and tests within their file."""
     if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("nightly"):
@@ -44,11 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector away from what the imports made.
-
-    Many tests and parts of the package collect garbage to see which tensors are still there. Each
-    time it would walk through the millions of objects of torch's modules.
-    """
+    """Keep the collector, which many tests call, away from the millions of the imports' objects."""
     gc.collect()
     gc.freeze()
 

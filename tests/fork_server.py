@@ -1,14 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Starts Python programs by fork from a process that has imported torch, torchtitan and ours.
 
-Importing them costs seconds of CPU in each process, and a whole run has many: the launcher and
-every rank. Here a program starts in milliseconds, and is otherwise what a true start
-makes it: a process with its own id, session and signal handlers, a child of the one that started
-it, with the arguments, environment, working directory and files that this one chose.
-`subprocess.Popen` in such a program forks in the same way, so the ranks are real children of the
-launcher. What is different: modules are imported already, and a
-child begins with a copy of its parent's. ``Process(truly=True)`` in `tests/integration/runs.py` is
-a true start.
+What is different from a true start (``Process(truly=True)`` in `tests/integration/runs.py`): a
+program starts in milliseconds, with modules imported already and a copy of its parent's memory. Its
+id, session, signals, environment and files are its own, and `subprocess.Popen` in it forks, too.
 """
 
 import atexit
@@ -272,11 +267,8 @@ def _run(arguments):
 
 
 def _name_frames():
-    """Tells `inspect` the modules of the frames below.
-
-    torchrun asks it for its whole stack all the time, and for the file of a module that is not in
-    `sys.modules` under its own name `inspect` would go through the thousands that are.
-    """
+    """Tells `inspect` the modules of the frames below, for which torchrun asks all the time."""
+    # For a module that `sys.modules` has not under its own name it goes through thousands.
     frame = sys._getframe()
     while frame is not None:
         inspect.modulesbyfile.setdefault(frame.f_code.co_filename, frame.f_globals["__name__"])

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A model family from outside the package: ``llama_tanh``, y = B tanh(A x).
-
-A run names this module by ``experimental.custom_import``.
-"""
+"""A family from outside the package, by ``experimental.custom_import``: y = B tanh(A x)."""
 
 import torch
 

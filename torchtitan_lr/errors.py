@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The exceptions for a user's mistakes: a one-line message that names the TOML key."""
+"""Exceptions with a one-line message: a user's mistakes, with the TOML key, and failed runs."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def record_state(
     rank: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Record the run's state: rank 0, and of a failure whichever rank has it first."""
+    """Record the run's state: rank 0, and of a failure a rank that is among the first."""
     here = int(os.environ.get("RANK", "0"))
     fails = state in run_folder.FAILURES
     if here == 0 or fails:

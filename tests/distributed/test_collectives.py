@@ -40,10 +40,7 @@ def draws(n: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> list
 
 
 def derivative_error(name: str, dim: int, size: int, dtype: torch.dtype) -> float:
-    """Run a collective and differentiate what it means on one process; on a rank.
-
-    The outputs of its meaning are one tensor that all ranks hold (counted once) or one per rank.
-    """
+    """Run a collective; differentiate its meaning: one tensor of all ranks, or one per rank."""
     ranks = Ranks.of(tp_mesh(size))
     replicated, outputs_of = MEANING[name]
     xs = draws(size, SHAPE, 0, dtype)

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs with compressed gradients: metrics, and resumes with other keys of ``[grad_compression]``.
-
-Parity, messages, and resumes as they are, are in `test_layout`.
-"""
+"""Runs with compressed gradients: metrics, and resumes with other keys of `[grad_compression]`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.training import small_trainer, train
-from tests.support.parity_runs import largest_difference
+from tests.support.parity_runs import degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compression.codecs import Codec, SparseCodec
 from torchtitan_lr.compression.sketch import SketchCodec
@@ -120,3 +117,16 @@ def test_a_changed_key_is_applied_or_refused(two_ranks: RankPool, tmp_path: Path
     for rank in two_ranks.run(every_change, str(tmp_path / "run")):
         for name, (_, line) in REFUSED.items():
             assert line in rank[name] and "\n" not in rank[name], name
+
+
+def test_residuals_of_the_other_split_are_refused(four_ranks: RankPool) -> None:
+    """Muon splits A (r, d_in) along d_in: of equal shapes and tensors, but in another order."""
+    options = [*model("cola"), *degrees(local_batch=2), "--training.seq_len=64"]
+    options += ["--training.steps=4", "--checkpoint.enable", "--optimizer.lr=1e-3"]
+    options += ["--grad_compression.codec=sparse", "--grad_compression.min_size=1"]
+    stopped = four_ranks.run(train, [*options, "--optimizer.name=Muon"], "sigterm@2")[0]
+    adamw = [*options, "--checkpoint.exclude_from_loading=optimizer", "--checkpoint.load_step=2"]
+    way = "--checkpoint.exclude_from_loading=optimizer,grad_compression --checkpoint.load_step=2"
+    for error in four_ranks.errors(train, adamw, "", stopped["dump_folder"]):
+        assert "optimizer.name: got 'AdamW', expected 'Muon' as in " in error
+        assert f"{way} goes on without its grad_compression; " in error

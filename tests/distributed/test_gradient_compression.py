@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Gradient compression under FSDP2 and HSDP on four ranks.
-
-Gradients here are whole numbers, whose sums are exact in fp32: what equals, equals in every bit.
-"""
+"""Gradient compression under FSDP2 and HSDP; whole numbers as gradients, so that sums are exact."""
 
 from dataclasses import dataclass
 from functools import cache

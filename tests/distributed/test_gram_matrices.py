@@ -16,10 +16,7 @@ BF16_UNIT = 2**-7
 def test_bf16_parameters_are_rounded_as_in_one_process(
     four_ranks: RankPool, reference: Any
 ) -> None:
-    """Activations are fp64: only Gram matrices, fp32, differ by the order of their sums.
-
-    With Gram matrices in bf16, 3% of LoRA-Muon's weights differ, and 41% of Muon's.
-    """
+    """All is fp64 but Gram matrices, fp32. In bf16 3% of the weights differ, 41% of Muon's."""
     arguments = [*model("cola"), "--optimizer.name=LoRAMuon", "--optimizer.lr=1e-2"]
     arguments += ["--optimizer.adamw_lr=1e-3", "--training.dtype=bfloat16", "--training.steps=3"]
     run = four_ranks.run(train, [*arguments, *degrees(tensor=2, local_batch=4)])[0]

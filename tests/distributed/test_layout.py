@@ -349,10 +349,7 @@ def differs(row: Mapping[str, Any], number: str) -> bool:
 def check_exchange(
     rank: dict[str, Any], paper: Run, others: list[Traffic], dtypes: dict[str, str]
 ) -> None:
-    """The bytes of every step of TSR-Adam: cores, dense gradients, and what refreshes need.
-
-    Parts of them travel during backward, beside the model's own.
-    """
+    """The bytes of every step of TSR-Adam: cores, dense gradients, and what refreshes need."""
     stage = rank["ranks"]["pp"]
     cost = paper.optimizer
     assert isinstance(cost, TSRCost)

@@ -117,10 +117,7 @@ def test_sums_are_in_fp32_and_of_replicas_once(
 def test_bf16_on_the_wire_rounds_once_per_term_and_sum(
     dtype: str, replicas: int, four_ranks: RankPool
 ) -> None:
-    """n ranks round each term, and n - 1 sums: n half units of the terms' magnitudes at most.
-
-    HSDP rounds for its shards and for its replicas.
-    """
+    """n ranks round each term, and n - 1 sums: n half units. HSDP rounds for both its dims."""
     shards = 4 // replicas
     most = (shards if shards > 1 else 0) + (replicas if replicas > 1 else 0)
     for _, sums, error, rounded, units in four_ranks.run(reduction, dtype, replicas, "bfloat16"):

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A non-finite loss stops the run, naming step, rank and checkpoint.
-
-That a rejected step may be skipped and leaves no trace, in any layout, is in `test_layout`.
-"""
+"""A non-finite loss stops the run, naming step, rank and checkpoint."""
 
 import re
 

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Plans and a family from outside the package train, and send what their formulas say.
-
-The modules are imported on the ranks only: a registered plan stays for the process's life.
-"""
+"""Plans and a family from outside, known on the ranks alone, train and send what they say."""
 
 import importlib
 from collections.abc import Callable

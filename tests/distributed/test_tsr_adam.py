@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""TSR-Adam in plain PyTorch with a group (fp64): the mean gradient, and bases that drift apart.
-
-That every layout trains like one process is in `test_layout`, that one process does what the
-algorithm says in `tests/unit/optim/tsr`.
-"""
+"""TSR-Adam in plain PyTorch with a group (fp64): the mean gradient, and bases that drift apart."""
 
 from typing import Any
 from unittest.mock import patch

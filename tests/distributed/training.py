@@ -60,12 +60,9 @@ def small_trainer(arguments: list[str]) -> Iterator[Any]:
 
 @contextmanager
 def known_setup() -> Iterator[None]:
-    """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.
-
-    These are the device meshes of equal degrees, which FSDP2 concatenates with tensor parallelism's
-    anew for every parameter. DTensor's cache would give parameters the equal mesh of an earlier
-    run, which has other groups.
-    """
+    """Make equal runs share their meshes, but take none of an earlier run from DTensor's cache."""
+    # FSDP2 concatenates the meshes of tensor parallelism anew for every parameter; the cache would
+    # give parameters an equal mesh that has other groups.
     _clear_sharding_prop_cache()
     with (
         patch.object(ParallelDims, "build_mesh", _build_meshes_once),

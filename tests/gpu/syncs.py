@@ -9,11 +9,7 @@ import torch
 
 @contextmanager
 def no_synchronization(device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError or NotImplementedError where the host would wait for the device.
-
-    On CUDA torch watches: reads of values, and copies between pageable memory and the device. A
-    ``meta`` tensor has no values, so all that reads one raises by itself.
-    """
+    """Raise where the host would wait for the device; on ``meta`` a read raises by itself."""
     if device.type == "meta":
         yield
         return

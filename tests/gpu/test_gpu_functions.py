@@ -24,14 +24,7 @@ from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
 from torchtitan_lr.models.linears import Gated, down_products, gated_linear
-from torchtitan_lr.parallel import paired
-from torchtitan_lr.parallel.btp import (
-    Reduction,
-    down_projections,
-    online_down,
-    sync_norm,
-    up_projections,
-)
+from torchtitan_lr.parallel import btp, paired
 from torchtitan_lr.parallel.context import gather_row
 from torchtitan_lr.parallel.megatron import column_parallel, gather_and_sum_wide
 
@@ -107,7 +100,7 @@ def one_by_one(x: Tensor, *weights: Tensor) -> list[Tensor]:
 
 
 def down(ranks: Ranks, x: Tensor, gamma: Tensor, *weights: Tensor, **options: bool) -> list[Tensor]:
-    return online_down(x, gamma, D, EPS, weights, Reduction(ranks, **options))
+    return btp.online_down(x, gamma, D, EPS, weights, btp.Reduction(ranks, **options))
 
 
 def in_chunks(size: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -161,10 +154,10 @@ def cases() -> Iterator[Case]:
             formula = lambda x, gamma, *w: linears(rms_norm(x, gamma), *w)  # noqa: E731
             variant = f"{options} {'grouped' if grouped else 'alone'}".strip()
             yield Case("_OnlineDown", ours, formula, group, variant)
-    yield Case("_SyncNorm", lambda ranks, x, g: sync_norm(x, g, D, EPS, ranks), rms_norm, norm)
+    yield Case("_SyncNorm", lambda ranks, x, g: btp.sync_norm(x, g, D, EPS, ranks), rms_norm, norm)
     yield Case(
         "_ScatteredNorm",
-        lambda ranks, x, gamma: sync_norm(x, gamma, D, EPS, ranks, gather=True),
+        lambda ranks, x, gamma: btp.sync_norm(x, gamma, D, EPS, ranks, gather=True),
         rms_norm,
         norm,
     )
@@ -173,7 +166,7 @@ def cases() -> Iterator[Case]:
     side_by_side = lambda x, *w: torch.cat(linears(x, *w), -1)  # noqa: E731
     alone = lambda ranks, x, *w: torch.cat(down_products(x, w), -1)  # noqa: E731
     yield Case("_DownProducts", alone, side_by_side, ((B, S, D), *weights))
-    summed = lambda ranks, x, *w: torch.cat(down_projections(x, w, Reduction(ranks)), -1)  # noqa: E731
+    summed = lambda ranks, x, *w: torch.cat(btp.down_projections(x, w, btp.Reduction(ranks)), -1)  # noqa: E731
     yield Case(
         "_GatedLinear",
         lambda ranks, x, w: gated_linear(Gated(x, None, False), w, 32),
@@ -184,7 +177,7 @@ def cases() -> Iterator[Case]:
     yield Case("_Down", summed, side_by_side, ((B, S, D), *weights))
     column = lambda ranks, x, *w: torch.cat(column_parallel(x, w, ranks), -1)  # noqa: E731
     yield Case("_ColumnParallel", column, side_by_side, ((B, S, D), *weights))
-    up = lambda ranks, x, *w: up_projections(x.split(R, -1), w, ranks)  # noqa: E731
+    up = lambda ranks, x, *w: btp.up_projections(x.split(R, -1), w, ranks)  # noqa: E731
     yield Case("_UpProjections", up, one_by_one, ((B, S, 2 * R), (D, R), (D, R)))
     silu = lambda x: x * x.sigmoid()  # noqa: E731
     yield Case(

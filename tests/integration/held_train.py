@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""`torchtitan_lr.train` whose ranks stop themselves (SIGSTOP) at one point, until SIGCONT.
+"""`torchtitan_lr.train`, for ``TRAIN_FILE``, whose ranks stop (SIGSTOP) at one point until SIGCONT.
 
-A test that disturbs a run there disturbs it at that very point, however fast the machine is. The
-launcher starts it where ``TRAIN_FILE`` says so. ``HOLD`` is ``FOLDER:step:N``, where step N begins,
-on every rank, or ``FOLDER:saving:N``, where rank 0 has all parts of checkpoint N but its
-ends, of the run whose dump folder has that name.
+``HOLD`` is ``FOLDER:step:N``, where step N begins, on every rank, or ``FOLDER:saving:N``, where
+rank 0 has all parts of checkpoint N but its ends, of the run whose dump folder has that name.
 """
 
 import os

@@ -106,10 +106,7 @@ def fork_server():
 
 
 class Process:
-    """A started command; its output is read all the time.
-
-    It finds no signal ignored, whatever this process inherited from ``nohup`` or a shell.
-    """
+    """A started command; its output is read all the time, and it finds no signal ignored."""
 
     def __init__(self, command, cwd=ROOT, truly=False, ignored=(), **variables):
         command = [str(part) for part in command]

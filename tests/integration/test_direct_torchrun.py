@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.integration import runs
-from tests.support.sockets import free_port
+from tests.support.processes import free_port
 from torchtitan_lr.launch.run_folder import locked
 
 TRAIN = "torchtitan_lr.train"

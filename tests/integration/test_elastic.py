@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.integration import runs
-from tests.support.sockets import free_port, listening
+from tests.support.processes import free_port, listening
 from torchtitan_lr.launch.run_folder import read_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks by /proc")

@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The wheel alone, installed in an environment outside the repository, trains.
-
-The environment sees this interpreter's packages, but no checkout. In CI a job of its own does the
-same in a clean environment (``python -m scripts.check_wheel``).
-"""
+"""The wheel alone trains where this interpreter's packages are seen, but no checkout."""
 
 import json
 import tarfile

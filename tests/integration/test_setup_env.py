@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Shell scripts: ``setup_env.sh`` in a folder of its own, with packages that hold only their names.
-
-pip, venv and the script are real; pip finds the packages in a folder, without a network.
-"""
+"""``setup_env.sh`` by the real pip and venv, on packages in a folder that hold only their names."""
 
 import os
 import shutil

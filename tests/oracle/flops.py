@@ -66,8 +66,5 @@ def flops_per_sequence(shape: LlamaArgs, seq_len: int) -> int:
 
 
 def flops_per_token(shape: LlamaArgs, seq_len: int) -> int:
-    """Return the FLOPs of the whole model per token, forward and backward.
-
-    The division is exact, since every term has a factor n.
-    """
+    """Return the FLOPs of the model per token, forward and backward; every term has a factor n."""
     return flops_per_sequence(shape, seq_len) // seq_len

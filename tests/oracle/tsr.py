@@ -64,9 +64,5 @@ def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
 
 
 def gathered_elements(rows: int, width: int, ranks: int) -> int:
-    """Return what a rank has after the gather of a QR factorization over so many shards.
-
-    Each rank sends its rows of the sketch (m, k), of which the shorter blocks are padded, or its
-    triangle (k, k), whichever is less.
-    """
+    """Return a rank's elements after a QR's gather: of padded rows (m, k), or triangles (k, k)."""
     return ranks * min(ceil(rows / ranks), width) * width

@@ -16,10 +16,7 @@ Parts = list[Tensor]
 
 @dataclass
 class PlainBTP:
-    """A block's weights by name, A (r, d_in) and B (d_out, r), and what its ranks have sent.
-
-    σ is SiLU in every bottleneck and on the gate (``activation = "both"``).
-    """
+    """A block's weights, A (r, d_in) and B (d_out, r), and what its ranks sent; σ is SiLU."""
 
     weights: dict[str, Tensor]
     ranks: int

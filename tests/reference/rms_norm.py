@@ -41,11 +41,8 @@ def half_units(found: Tensor, exact: Tensor) -> float:
 
 
 def statistic_error(terms: int) -> float:
-    """Bound of the relative error of a sum of squares in fp32, whatever the order of its terms.
-
-    All are positive, so each of the additions, the squares, and a root that is squared again cost
-    at most half a unit, 2⁻²⁴, each.
-    """
+    """Bound of the relative error of a fp32 sum of squares in any order: 2⁻²⁴ for each rounding."""
+    # All terms are positive. Rounded are the additions, the squares, and a root, squared again.
     return (terms + 4) * 2.0**-24
 
 

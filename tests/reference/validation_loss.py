@@ -5,10 +5,7 @@ import torch
 
 
 def windows(documents, seq_len):
-    """Cuts documents (lists of ids, begin and end included) into windows of seq_len + 1 ids.
-
-    Windows do not overlap, run over the ends of documents, and an unfilled last one is dropped.
-    """
+    """Cuts documents (lists of ids) into windows of seq_len + 1 ids, all of them full."""
     stream = [token for document in documents for token in document]
     size = seq_len + 1
     return [stream[i * size : (i + 1) * size] for i in range(len(stream) // size)]

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The bytes that operators allocate."""
+"""The bytes that operators allocate, and what the host reads of a device."""
 
 import gc
 from collections.abc import Callable
@@ -35,10 +35,7 @@ class Allocations(TorchDispatchMode):
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """Return a function's peak on the CPU beyond what was there before, from torch's allocator.
-
-    A dispatch mode does not see the copies that a kernel makes of its inputs.
-    """
+    """Return a function's peak on the CPU by torch's allocator, with the copies inside a kernel."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     living = peak = 0
@@ -47,3 +44,10 @@ def peak_bytes(function: Callable[[], Any]) -> int:
             living += event.nbytes()
             peak = max(peak, living)
     return peak
+
+
+def reads(call: Callable[[], Any]) -> int:
+    """How often the host reads a number of the device, below every operator too."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        call()
+    return sum(event.name == "aten::_local_scalar_dense" for event in found.events())

@@ -17,11 +17,7 @@ from torchtitan_lr.titan import IGNORE_INDEX, base
 
 @contextmanager
 def masks_of_blocks(attention: Callable[..., Any] = flex.flex_attention) -> Iterator[None]:
-    """Use ``flex_attention``'s masks, and ``attention`` in place of its compiled function.
-
-    By default its formula in plain operators. This has a backward pass, but torch refuses it on a
-    CPU, because the compiled one has none there.
-    """
+    """Use ``flex_attention``'s masks and plain formula: compiled it has no backward on a CPU."""
     with (
         patch.object(llama, "BLOCK_MASK_DEVICES", ("cpu",)),
         patch.object(llama, "create_attention_mask", flex.create_block_mask),

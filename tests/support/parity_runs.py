@@ -59,10 +59,7 @@ gradient that is wrong gives more than 1e-3.
 
 
 def add_parity_flavors() -> None:
-    """Add the flavors ``parity`` (2 layers) and ``parity4`` (4 layers, for deep pipelines).
-
-    No two widths coincide, and every one divides by four.
-    """
+    """Add ``parity`` (2 layers) and ``parity4`` (4), whose widths all differ and divide by four."""
     for family in FAMILIES:
         low_rank = family != "full"
         for name, layers in (("parity", 2), ("parity4", 4)):
@@ -84,10 +81,7 @@ add_parity_flavors()
 
 
 def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[str]:
-    """Return arguments for the parallel degrees; FSDP2 uses the remaining ranks.
-
-    A pipeline has at most four micro-batches, the number of stages of the deepest pipeline.
-    """
+    """Return arguments for the parallel degrees, at most 4 micro-batches; FSDP2 has the rest."""
     arguments = [
         f"--parallelism.tensor_parallel_degree={tensor}",
         f"--parallelism.pipeline_parallel_degree={pipeline}",
@@ -113,14 +107,7 @@ def train(
     everywhere: bool = False,
     build: Callable[[Any], Trainer] = Trainer,
 ) -> dict[str, Any]:
-    """Train on the calling process group; call it on every rank.
-
-    Returns:
-        ``losses``, ``grad_norms`` (one per step), ``val_losses``, ``skipped_steps``, ``step``,
-        ``dump_folder``, ``last_val_loss`` (on this rank), ``state_dtypes`` (of the optimizer),
-        ``ledger`` (this rank's rows of the last logged step) and ``parameters`` (full arrays by
-        name).
-    """
+    """Train, on every rank of a process group; return what `_result_of` and `_curves_of` do."""
     logger.setLevel("ERROR")
     folders: list[Any] = [dump_folder or new_folder()]
     dist.broadcast_object_list(folders)
@@ -153,10 +140,7 @@ def _train(config: Any, everywhere: bool, build: Callable[[Any], Trainer]) -> di
 
 
 def prepared_corpus(config: Any) -> AbstractContextManager[Any]:
-    """Tell this process where `TINY`'s tokens are, as the launcher tells its ranks.
-
-    Listing the files of the corpus takes longer than a step. Other corpora are prepared as ever.
-    """
+    """Tell this process where `TINY`'s tokens are: listing the corpus takes longer than a step."""
     usual = build_job_config(TINY)
     if config.model.hf_assets_path != usual.model.hf_assets_path:
         return nullcontext()
@@ -194,10 +178,7 @@ def _curves_of(folder: Path) -> dict[str, list[Any]]:
 
 
 def use_float64(config: Any) -> None:
-    """Replace float32 by float64 in a configuration; leave a bf16 run unchanged.
-
-    torchtitan's table of dtypes has no float64, and our checks raise for dtypes that are not in it.
-    """
+    """Replace float32 by float64, which torchtitan has not; leave a bf16 run unchanged."""
     TORCH_DTYPE_MAP["float64"] = torch.float64
     keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
     if all(getattr(config.training, key) == "float32" for key in keys):
@@ -250,10 +231,7 @@ def rounding_excess(
     references: list[dict[str, Any]],
     floor: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Compare the rounding error of a bf16 run with that of one process in bf16.
-
-    The error of a parameter is ‖w - w_exact‖ / ‖w_exact - w_start‖, with float64 as exact.
-    """
+    """Compare a bf16 run's ‖w - w_exact‖ / ‖w_exact - w_start‖ with those of one process."""
     exact, start, alone = (reference["parameters"] for reference in references)
 
     def errors(parameters: dict[str, Any]) -> dict[str, float]:
@@ -282,10 +260,7 @@ def full_parameters(
     everywhere: bool = False,
     what: Callable[[Any], torch.Tensor | None] = lambda parameter: parameter,
 ) -> dict[str, Any]:
-    """Gather full parameters as arrays by name; only on rank 0 unless ``everywhere``.
-
-    ``what`` gives another tensor of a parameter: its gradient, or None for nothing.
-    """
+    """Gather ``what`` of each parameter as an array by name; on rank 0 unless ``everywhere``."""
     parts: dict[str, _Part] = {}
     for part in model_parts:
         for name, parameter in part.named_parameters():

@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Processes by /proc."""
+"""Processes and their sockets by /proc."""
 
 import contextlib
+import os
+import socket
+from ipaddress import ip_address
 from pathlib import Path
 
 
@@ -23,3 +26,25 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def listening(pid):
+    """Addresses of the TCP sockets on which a process waits for connections."""
+    inodes, found = set(), []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:  # 0A: it listens
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                # Each 32-bit word is written in the machine's own order.
+                swapped = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
+                found.append(ip_address(b"".join(swapped)))
+    return found
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]

@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A pool of rank processes that are reused by many tests.
+"""A pool of rank processes, which torchtitan and gloo start once for many tests.
 
-Importing torchtitan and launching gloo takes seconds, so tests send functions to processes that
-already form a process group. If a function fails on any rank, the test fails with that rank's
-traceback. After a failure, or when the test's time is up, the pool is rebuilt, because collectives
-may be out of order.
+A function that fails on any rank fails the test with that rank's traceback. Then, or when a test's
+time is up, the pool is rebuilt: collectives may be out of order.
 """
 
 import contextlib
@@ -126,11 +124,9 @@ class RankPool:
 
 
 class _GroupCache:
-    """Creates the process groups of device meshes once and reuses them in later calls.
+    """Reuses a mesh's groups of the same ranks, backend and description, in their order.
 
-    Gloo's threads poll as long as a group exists, and torch keeps every group: after a hundred runs
-    of the trainer the ranks would mostly poll. A mesh reuses a group of an earlier call that has
-    the same ranks, backend and description, in the same order of creation.
+    Torch keeps every group, whose gloo threads poll: after a hundred runs ranks would mostly poll.
     """
 
     def __init__(self, new_group: Callable[..., Any]) -> None:

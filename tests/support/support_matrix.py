@@ -58,11 +58,8 @@ class SupportMatrix:
 
     @cached_property
     def working_pairs(self) -> set[Any]:
-        """Return every pair of values in at least one supported combination.
-
-        A rule refuses values that are used together, and never NONE. So a pair works if it does
-        with NONE on all other axes that have it.
-        """
+        """Return every pair of values in at least one supported combination."""
+        # A rule refuses values that are used together, and never NONE.
         found = set()
         for pair in combinations(sorted(self.axes), 2):
             tried = {

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the house landed at. The caps for what follows: 27,000; 22,000; 4,500; 17,000.
 CAPS = {
     "lines of torchtitan_lr/**/*.py": 25_000,
-    "lines of tests/**/*.py": 20_740,
+    "lines of tests/**/*.py": 20_500,
     "lines of scripts/**/*.py": 4_000,
     "words of docs/*.md": 15_000,
     "words of docs/results.md": 4_000,

@@ -1,15 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What the pages name exists: links, commands, configurations, files, commits."""
+"""What the pages name exists, their commands are accepted, and their tables are the programs'."""
 
 import re
 import subprocess
 
 import pytest
 
+from scripts import docs_keys
+from scripts.research import result_tables
 from tests.commands import ROOT
-from tests.support.pages import LINK
-from torchtitan_lr.commands.main import COMMANDS
-from torchtitan_lr.config.paths import shipped_configs
+from tests.support.pages import LINK, documented
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.commands.main import COMMANDS, parser_of
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.parse import load_toml
+from torchtitan_lr.config.paths import find_config, shipped_configs
+from torchtitan_lr.launch.placement import fit
 
 DOCS, PACKAGE = ROOT / "docs", ROOT / "torchtitan_lr"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -118,3 +124,75 @@ def test_files_that_are_named_exist(texts):
                 if not there and not any(git("cat-file", "-t", f"{c}:{name}") for c in commits):
                     lost.append((path.name, name))
     assert lost == []
+
+
+def test_the_page_of_keys_is_what_the_program_writes():
+    assert docs_keys.PAGE.read_text() == docs_keys.render_page()
+
+
+def test_every_key_of_the_shipped_files_is_on_its_page():
+    text = docs_keys.PAGE.read_text()
+    sections = {part.split("]`")[0]: part for part in text.split("## `[")[1:]}
+    for name, path in shipped_configs().items():
+        for section, table in load_toml(str(path)).items():
+            for key in table:
+                assert f"`{key}`" in sections[section], (name, section, key)
+
+
+RESULTS = result_tables.PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", result_tables.placed(RESULTS))
+def test_results_has_the_tables_of_the_stored_runs(name):
+    now = result_tables.with_tables(RESULTS, name)
+    assert now == RESULTS, "run python -m scripts.research.result_tables"
+
+
+# Files that a reader makes, by an earlier command or by hand.
+MADE = re.compile(r"(mine|tiny|NAME|outputs/\w+/train)(\.toml)?$")
+
+
+def training_config(variables, arguments):
+    """The configuration of a ``train`` command, and its ranks; None for a reader's own file."""
+    name = variables.get("CONFIG_FILE", "debug_cola")
+    if arguments and not arguments[0].startswith("-"):
+        name, arguments = arguments[0], arguments[1:]
+    if not (ROOT / find_config(name)).is_file():
+        assert MADE.search(name), name
+        return None
+    ranks = int(variables.get("NGPU", 8))
+    ranks *= int(variables.get("NNODES", "1").rpartition(":")[2])
+    return fitted([f"--job.config_file={find_config(name)}", *arguments], ranks), ranks
+
+
+def fitted(arguments, ranks):
+    """The configuration, fitted to its ranks as a run's."""
+    overrides = fit(build_job_config(arguments), arguments, ranks)
+    return build_job_config([*arguments, *(overrides or [])])
+
+
+ALL = [(page, *command) for page in PAGES for command in documented(page)]
+
+
+@pytest.mark.parametrize(
+    ("page", "variables", "name", "arguments"),
+    [pytest.param(*c, id=f"{c[0].stem}-{c[2]}-{i}") for i, c in enumerate(ALL)],
+)
+def test_a_documented_command_is_accepted(page, variables, name, arguments):
+    assert name in COMMANDS
+    if name == "train":
+        if (found := training_config(variables, arguments)) is not None:
+            check_job_config(*found, "cuda", on_paper=True)
+        return
+    arguments = [a for a in arguments if a not in ("…", "...")]
+    parsed = parser_of(name).parse_args(arguments)
+    if name == "estimate":
+        for path in parsed.configs:
+            world = parsed.world or 8
+            config = fitted([f"--job.config_file={find_config(path)}", *parsed.overrides], world)
+            check_job_config(config, world, "cuda", on_paper=True)
+
+
+def test_the_pages_have_commands():
+    names = [name for _, _, name, _ in ALL]
+    assert names.count("train") > 20 and {"estimate", "generate", "export"} <= set(names)

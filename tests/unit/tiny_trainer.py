@@ -40,10 +40,7 @@ MODEL = tiny_args(
 
 
 class OwnTerms(TorchDispatchMode):
-    """Fills the results of lost messages with this rank's terms, as the backend of torch 2.13 does.
-
-    Before it left the memory unset; where that holds a NaN, the step is rejected.
-    """
+    """Fills results of lost messages with this rank's terms: unset memory may hold a NaN."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in ("_reduce_scatter_base_", "alltoall_base_"):
@@ -54,10 +51,7 @@ class OwnTerms(TorchDispatchMode):
 
 @contextmanager
 def tiny_trainer(folder, *options, ranks=1, exact=True):
-    """Builds a trainer of one rank, in fp64 if exact; or rank 0 of some whose messages get lost.
-
-    This rank's terms stand for the lost ones.
-    """
+    """Builds a trainer of one rank, in fp64 if exact; or rank 0 of some whose messages get lost."""
     if ranks == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:

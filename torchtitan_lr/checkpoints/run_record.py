@@ -23,7 +23,7 @@ CHANGES = "changes"
 
 ENVIRONMENT = "environment"  # key of the record: `environment_of` the last start
 
-_LAYOUT = (ENVIRONMENT, "parallelism")  # sections that change no more than a result's last digits
+_LAYOUT = (ENVIRONMENT, "parallelism")  # of the ranks, not of the training
 
 
 def record_path(config: Any) -> Path:

@@ -46,8 +46,8 @@ def local_slice(
     Uneven splits follow torch.chunk, so later ranks get less or nothing. A placement that defines
     no slice (Partial, or an unsupported stride) raises a `RuntimeError`.
     """
-    # Torch's `_compute_local_shape_and_global_offset` cuts 9 rows on 4 x 2 ranks otherwise than
-    # FSDP2 does.
+    # Not torch's `_compute_local_shape_and_global_offset`: it cuts 9 rows on 4 x 2 ranks otherwise
+    # than FSDP2 does.
     for mesh_dim in split_order(placements):
         placement: Any = placements[mesh_dim]
         dim: int = placement.dim

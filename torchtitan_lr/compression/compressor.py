@@ -196,7 +196,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         # 1. Add what the exchange before left unsent (W, m), committed or not.
         owed = self._spare if self._waits else self.residual
         rows += owed
-        # 2. Send. Collisions differ between steps; the 0 stands for a setting that left.
+        # 2. Send. Collisions differ between units and steps.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
         message = self.codec.encode(rows, seed)

@@ -107,7 +107,8 @@ FREE, APPLIED, MODEL, OPTIMIZER, DATA = Meaning
 _OF_SECTIONS = {
     **dict.fromkeys(("model", "low_rank", "caat"), MODEL),
     **dict.fromkeys(("training", "optimizer", "lr_scheduler", "grad_compression"), APPLIED),
-    "parallelism": APPLIED,  # it changes no more than a result's last digits
+    # With a ``global_batch_size`` it changes no more than a result's last digits.
+    "parallelism": APPLIED,
     "outer": APPLIED,
 }
 """The meaning of a key that has none beside it, by section; in all others it is free."""
@@ -660,8 +661,8 @@ class LRScheduler:
 
     warmup_ratio: Annotated[float, _RATIO, FREE] = 0.02
     """Share of the steps, or of ``total_steps``, in which the learning rate grows: it sets
-    ``warmup_steps`` (by default torchtitan's 200 of its 10,000). A file or a command line that sets
-    ``warmup_steps`` turns the ratios of the files before it off, which is -1."""
+    ``warmup_steps`` (by default torchtitan's 200 of its 10,000). -1 is off: ``warmup_steps``
+    that a later file or the command line sets does that."""
 
 
 @dataclass

@@ -125,6 +125,8 @@ def run(
 def failure_line(failure: "Failure", config: Any) -> str:
     """Say which rank failed, why, where its output is and how to go on."""
     line = f"error: {failure}"
+    if failure.status == EXIT_STATUS[run_folder.DIVERGED]:  # all ranks end so; the text names one
+        line = f"error: {failure.error}"
     if failure.status == -signal.SIGKILL:
         line += " (the kernel sends it when memory runs out)"
     folder = config.job.dump_folder

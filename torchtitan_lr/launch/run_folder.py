@@ -5,8 +5,8 @@ One job has a folder: two would mix their metrics and delete each other's checkp
 releases the lock (``flock``) when its process ends for any reason. The file remains and names the
 last holder. On one machine the launcher takes the lock, otherwise rank 0 does.
 
-Rank 0 writes the state when training starts and ends, and the rank that fails first when it fails;
-the launcher writes it where no rank could. A start that is refused, or ends before training, leaves
+Rank 0 writes the state when training starts and ends, one of the first ranks to fail when it fails,
+and the launcher where no rank could. A start that is refused, or ends before training, leaves
 the record of the run in the folder. A run whose file says ``running`` while nothing holds its
 folder was killed without any chance to write.
 """

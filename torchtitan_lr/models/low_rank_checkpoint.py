@@ -2,10 +2,10 @@
 """Low-rank checkpointing of a block: what it keeps of forward, and how it runs again in backward.
 
 Kept until backward are the block's inputs, and what autograd Functions compute by `keep`: the
-latents (b, s, r), behind the collective that sums them, and the norms' statistics (b, s); with
-``save_attention`` attention's output and log-sum-exp too. When backward needs the first tensor that
-autograd saved, the block runs again, once: each `keep` returns what it kept, and everything else is
-computed again, up to the last tensor that backward needs.
+latents (b, s, r), behind the collectives that sum and gather them, and the norms' statistics
+(b, s); with ``save_attention`` attention's output and log-sum-exp too. When backward needs the
+first tensor that autograd saved, the block runs again, once and without FSDP2's hooks: each `keep`
+returns what it kept, and everything else is computed again, up to the last tensor that is needed.
 
 Torch's selective checkpointing saves the results of chosen operators and, outside of compiled code,
 repeats whatever leads to them: the product in front of a saved all-reduce would run again for

@@ -26,10 +26,10 @@ class StoredGradients:
     itself has an object with the same methods in their place: `TSRAdam`.
 
     `Trainer.train_step` calls the methods in their order here, `micro_batch` once per micro-batch,
-    all of them on every rank. Weights, moments and counters change between `clip` and `settle`
-    alone, in the optimizers' own ``step``. An optimizer that leaves a rejected step out by itself
-    may communicate there: its ``step`` is called on every rank in a rejected step too
-    (`training.verdict.step_unless`).
+    all of them on every rank. Weights and moments change between `clip` and `settle` alone, in the
+    optimizers' own ``step``; TSR-Adam counts its steps, and repairs drift, in `settle`. An
+    optimizer that leaves a rejected step out by itself may communicate there: its ``step`` is
+    called on every rank in a rejected step too (`training.verdict.step_unless`).
     """
 
     model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)

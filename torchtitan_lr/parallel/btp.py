@@ -27,9 +27,10 @@ output                     Shard(0)     all-gather γ ⊙ x (b, s, d)     reduce
 - A rank's dB = dOᵀ h needs its own dO and the whole h. Its dA = dPᵀ x, where P is the product that
   forward summed, needs its own x and the whole dP, which every rank computes from dh.
 - Without ``tp_grouping`` each linear has a message of its own. The norm ``sync`` sends Σx² before
-  the product, and a sum (b, s) in backward. Under ``comm = "sequence"`` an all-reduce is a
-  reduce-scatter over the tokens, and an all-gather at the latents' next use; the gates' gradients
-  are summed. If context parallelism gathers latents, `BTP.whole` sums dh of q, k and v.
+  the product, and a sum (b, s) in backward. Under ``comm = "sequence"`` an all-reduce of the
+  latents, and of the online norm, is a reduce-scatter over the tokens, and an all-gather at their
+  next use; the gates' gradients are summed. If context parallelism gathers latents, `BTP.whole`
+  sums dh of q, k and v.
 
 RMSNorm needs the features of all ranks. `online_down` (BOOST's online RMSNorm, in the deferred
 form) multiplies first and normalizes the r-wide product afterwards, so that statistic and product

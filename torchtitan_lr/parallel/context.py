@@ -3,8 +3,8 @@
 
 Rank i has the chunks i and 2C - 1 - i of a row's 2C: chunk j attends to the first j + 1 chunks.
 Tensor-parallel ranks that share tokens too (``tp_comm = "sequence"``) cut a rank's s/C tokens once
-more, into T parts. What attention gathers is as large for any C, so it does not stay until
-backward: that gathers again, in every mode of activation checkpointing, and reduce-scatters.
+more, into T parts. What attention gathers is as large for any C. So it is freed after
+forward, and backward gathers it again, in every mode of activation checkpointing.
 """
 
 from collections.abc import Callable, Sequence

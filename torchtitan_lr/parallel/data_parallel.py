@@ -139,7 +139,7 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
     """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
-    # Its ``reduce_dtype`` is that in which micro-batches are added up; see `round_on_the_wire`.
+    # `round_on_the_wire` says what is summed in its ``reduce_dtype``, and what is not.
     param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     # The embedding's output has their dtype, and so have all activations after it. A cast of a
     # block's arguments would change nothing but the rotary table, which it would round.

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a run's states belong to, by the TOML keys that set it.
+"""What a run's states belong to, by the TOML keys that set its parts.
 
 Family, activation, heads, rotary settings, gates and lanes do not change names or shapes, so a
 checkpoint could be loaded into a different model without an error. Nor do shapes tell residuals of

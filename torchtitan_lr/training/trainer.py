@@ -168,7 +168,7 @@ class Trainer(TitanTrainer):
         """Take one optimizer step over all micro-batches of this rank, in eight parts.
 
         Between the first and the last part the host does not wait for the device, unless an
-        optimizer cannot read the verdict there (`step_unless`).
+        optimizer cannot read the verdict there (`step_unless`), or a save still copies the states.
         """
         began = time.perf_counter()
         logs = self.metrics_processor.should_log(self.step)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.host_reads import reads
+from tests.support.allocations import reads
 from torchtitan_lr.compat import checkpointing, dispatch, fake, fsdp, pipelining
 
 

@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private upstream methods that our classes override, and upstream functions that ours rewrite.
-
-No function of ``torchtitan_lr/compat`` can wrap them. Tested with torch 2.11, 2.13, 2.15 and with
-torchtitan 0.2.2.
-"""
+"""Private upstream methods that ours override, functions that ours rewrite (torch 2.11 to 2.15)."""
 
 import hashlib
 import importlib

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""No private module of torch or torchtitan, no patch of either, outside ``compat/``, ``titan/``.
-
-Private attributes are found by ruff (SLF001).
-"""
+"""No private module of torch or torchtitan, no patch of either, outside ``compat/``, ``titan/``."""
 
 import ast
 import sys

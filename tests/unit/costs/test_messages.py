@@ -106,10 +106,7 @@ LIMITS = {"Muon": 45, "Spectron": 45, "LoRAMuon": 89}
 @pytest.mark.parametrize("mesh", ["fsdp", "tp", "fsdp_tp"])
 @pytest.mark.parametrize("rule", LIMITS)
 def test_sums_of_gram_matrices(rule: str, mesh: str) -> None:
-    """Every A and B is split outside r: one sum of Gram matrices, whatever the layout.
-
-    What returns is at most as much, so that both together are at most the bytes of an all-reduce.
-    """
+    """Every A and B is split outside r: one sum of Gram matrices, and as much returns at most."""
     tp = {"fsdp": 1, "tp": 8, "fsdp_tp": 2}[mesh]
     model = ["--model.name=llama_cola", "--model.flavor=1B_boost", f"--optimizer.name={rule}"]
     run = paper_run(8, *model, f"{TP}={tp}")

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Blocks rehearsed without data: memory against real ones, kernels against formulas.
-
-Other plans: tests/distributed.
-"""
+"""Blocks rehearsed without data: memory against real ones, kernels against formulas."""
 
 from dataclasses import replace
 from functools import cache, partial

@@ -6,16 +6,11 @@ from dataclasses import replace
 import pytest
 from torch.distributed.pipelining import schedules
 
+from torchtitan_lr.costs import step_time
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
 from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.schedule import makespan, most_in_flight, pipeline_order
-from torchtitan_lr.costs.step_time import (
-    collective_seconds,
-    communication_seconds,
-    model_step_time,
-    product_seconds,
-)
 
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 8, 100.0, 10.0, 10.0)
 MESH = {"tp": MeshDim(8, 1), "fsdp": MeshDim(4, 8), "pp": MeshDim(2, 32)}
@@ -32,39 +27,39 @@ def row(op, role="activation", dim="tp", pass_="forward", calls=1, elements=MILL
     [("all_reduce", 2 * 7 / 8), ("all_gather", 7 / 8), ("reduce_scatter", 7 / 8), ("send", 1.0)],
 )
 def test_collective(op, share):
-    seconds = collective_seconds(row(op, calls=3), 2, MESH["tp"], MACHINE)
+    seconds = step_time.collective_seconds(row(op, calls=3), 2, MESH["tp"], MACHINE)
     assert seconds == pytest.approx(3 * 10e-6 + share * 2e6 / 100e9)
 
 
 def test_links():
-    inside = collective_seconds(row("all_gather"), 2, MeshDim(4, 1), MACHINE)
-    between = collective_seconds(row("all_gather"), 2, MeshDim(4, 8), MACHINE)
+    inside = step_time.collective_seconds(row("all_gather"), 2, MeshDim(4, 1), MACHINE)
+    between = step_time.collective_seconds(row("all_gather"), 2, MeshDim(4, 8), MACHINE)
     assert between - 10e-6 == pytest.approx(10 * (inside - 10e-6))
-    assert collective_seconds(row("all_gather"), 2, MeshDim(1, 1), MACHINE) == 0
+    assert step_time.collective_seconds(row("all_gather"), 2, MeshDim(1, 1), MACHINE) == 0
     # Of a message only one end takes the time, and only the neighbour counts.
-    assert collective_seconds(row("recv"), 2, MESH["pp"], MACHINE) == 0
-    near = collective_seconds(row("send"), 2, MeshDim(64, 1), MACHINE)
+    assert step_time.collective_seconds(row("recv"), 2, MESH["pp"], MACHINE) == 0
+    near = step_time.collective_seconds(row("send"), 2, MeshDim(64, 1), MACHINE)
     assert near == pytest.approx(10e-6 + 2e6 / 100e9)
 
 
 def test_exposed_and_hidden():
     tensor, data = row("all_reduce"), row("all_gather", "parameter", "fsdp", elements=100 * MILLION)
-    exposed = collective_seconds(tensor, 2, MESH["tp"], MACHINE)
-    beside = collective_seconds(data, 2, MESH["fsdp"], MACHINE)
-    sent = communication_seconds([tensor, data], HALF, MESH, MACHINE)
+    exposed = step_time.collective_seconds(tensor, 2, MESH["tp"], MACHINE)
+    beside = step_time.collective_seconds(data, 2, MESH["fsdp"], MACHINE)
+    sent = step_time.communication_seconds([tensor, data], HALF, MESH, MACHINE)
     assert sent == {"forward": exposed, "backward": 0, "optimizer": 0, "overlapped": beside}
-    long = model_step_time(1.0, sent)
+    long = step_time.model_step_time(1.0, sent)
     assert long.exposed_communication == pytest.approx(exposed)
     assert long.hidden_communication == pytest.approx(beside)
     assert long.total == pytest.approx(1.0 + exposed)
     assert replace(long, bubble=0.5).total == long.total + 0.5
-    short = model_step_time(beside / 2, sent)
+    short = step_time.model_step_time(beside / 2, sent)
     assert short.hidden_communication == pytest.approx(beside / 2)
     assert short.exposed_communication == pytest.approx(exposed + beside / 2)
     # At the end of a step nothing is left to hide behind.
-    last = communication_seconds([replace(data, pass_="optimizer")], HALF, MESH, MACHINE)
-    assert model_step_time(1.0, last).hidden_communication == 0
-    assert product_seconds(Work(flops=50e12), MACHINE) == 1.0
+    last = step_time.communication_seconds([replace(data, pass_="optimizer")], HALF, MESH, MACHINE)
+    assert step_time.model_step_time(1.0, last).hidden_communication == 0
+    assert step_time.product_seconds(Work(flops=50e12), MACHINE) == 1.0
 
 
 RANKS, MICROBATCHES = 4, 8

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A prepared folder: its record, Megatron's format, the faults that are found, and its rows.
-
-Rows are compared with slow references that know lists alone.
-"""
+"""A prepared folder: its record, Megatron's format, its faults; its rows against plain lists."""
 
 import math
 import struct

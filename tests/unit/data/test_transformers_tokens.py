@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tokenizer folders as they are published: ids, labels and texts are those of transformers.
-
-Each folder is read by us and by AutoTokenizer, and exported and read by AutoTokenizer again.
-"""
+"""Tokenizer folders as published, and exported again: ids, labels and texts are transformers'."""
 
 import json
 from functools import cache

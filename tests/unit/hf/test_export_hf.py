@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from tests.support.run_folders import model_in
 from tests.unit.hf.hf_models import CASES, error, exact, load, model_of
-from tests.unit.tiny import tokens
+from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr import hf
 from torchtitan_lr.hf.export import HF_CODE, export_hf
-from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter, merge_factors
 
 GENERATING = ["lax_gated", "lanes"]
 
@@ -122,3 +122,14 @@ def test_the_code_needs_torch_and_transformers_only():
             names.append(node.module)
     roots = {name.split(".")[0] for name in names}
     assert roots <= {"__future__", "functools", "typing", "torch", "transformers"}
+
+
+def test_merged_bf16_is_rounded_once():
+    weights = build_tiny("svd").bfloat16().state_dict()
+    name = "layers.0.attention.wq."
+    merged = merge_factors(weights)[f"{name}weight"]
+    exact = weights[f"{name}B.weight"].double() @ weights[f"{name}A.weight"].double()
+    assert merged.dtype == torch.bfloat16
+    # One rounding to bf16, of a sum of 12 products in fp32.
+    sizes = weights[f"{name}B.weight"].double().abs() @ weights[f"{name}A.weight"].double().abs()
+    assert ((merged.double() - exact).abs() <= 2**-8 * exact.abs() + 12 * 2**-23 * sizes).all()

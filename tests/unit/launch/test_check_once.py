@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.support.sockets import free_port
+from tests.support.processes import free_port
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.train import checked_once
 

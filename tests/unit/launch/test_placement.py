@@ -12,14 +12,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.estimate_report import read_runs
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch import launcher
-from torchtitan_lr.launch.placement import (
-    Environment,
-    check_machines,
-    find_device,
-    place,
-    read_environment,
-)
+from torchtitan_lr.launch import launcher, placement
 
 MAIN = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
 TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"
@@ -45,7 +38,7 @@ def gpus(monkeypatch, tmp_path):
 
 def placed(*arguments):
     """What is started, as the checks accept it."""
-    found = place(read_environment(), list(arguments))
+    found = placement.place(placement.read_environment(), list(arguments))
     check_job_config(found.config, found.environment.world_size, found.device, on_paper=True)
     return found
 
@@ -59,10 +52,10 @@ def test_fewer_gpus_than_ranks(gpus):
     gpus(1)
     hide = r"at most 1, the GPUs here \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
     with pytest.raises(ConfigError, match=rf"NGPU: got 4, expected {hide}"):
-        find_device(Environment(4, 1, "0", ""))
-    assert find_device(Environment(1, 1, "0", "")) == "cuda"
+        placement.find_device(placement.Environment(4, 1, "0", ""))
+    assert placement.find_device(placement.Environment(1, 1, "0", "")) == "cuda"
     # A dry run takes one GPU whatever NGPU says.
-    assert find_device(Environment(64, 1, "0", "fake_backend")) == "cuda"
+    assert placement.find_device(placement.Environment(64, 1, "0", "fake_backend")) == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +107,7 @@ def test_a_debug_file_trains_the_same_batches_on_any_ranks(gpus, tmp_path, name,
     load = f"--checkpoint.initial_load_path={tmp_path}"
     config = f"--job.config_file={ROOT}/train_configs/debug_{name}.toml"
     given = [load] * (name == "finetune")
-    found = place(read_environment(), [config, *given])
+    found = placement.place(placement.read_environment(), [config, *given])
     check_job_config(found.config, ranks, "cpu", on_paper=True)
     assert (found.environment.ranks, batch(found)) == (ranks, 16)
     assert ("losses depend on the number" in found.note) == (name == "tagc" and ranks > 1)
@@ -154,13 +147,13 @@ def test_a_rank_of_a_machine_that_lost_a_gpu_refuses(gpus, monkeypatch):
     assert train.checked_config([MAIN], ExitStack())[1] == "signed"
 
 
-TWO_TO_FOUR = Environment(1, 4, "0", "", min_nodes=2, max_restarts=1)
+TWO_TO_FOUR = placement.Environment(1, 4, "0", "", min_nodes=2, max_restarts=1)
 
 
 def on_machines(environment, *arguments):
     """Check the main job without tensor parallelism, whose ranks all read data."""
     config = build_job_config([MAIN, f"{TP}=1", f"{LOCAL}=1", *arguments])
-    check_machines(config, environment, "cpu")
+    placement.check_machines(config, environment, "cpu")
 
 
 def test_every_number_of_machines_must_fit(gpus):

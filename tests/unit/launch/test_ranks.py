@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from tests.support.sockets import free_port
+from tests.support.processes import free_port
 from torchtitan_lr.launch.placement import Environment
 from torchtitan_lr.launch.ranks import LOOPBACK, LoopbackRendezvous, meeting, shared_store
 

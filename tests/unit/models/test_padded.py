@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Feed-forwards of an odd width that products pad: losses and gradients stay.
-
-In fp64, because a library may sum a longer inner width in another order.
-"""
+"""Feed-forwards of an odd width that products pad: losses and gradients stay (fp64)."""
 
 from dataclasses import replace
 

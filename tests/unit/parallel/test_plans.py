@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which plans, settings and widths go together, and where a plan puts a stage's parameters."""
+"""Which plans, settings and widths go together, and which blocks a pipeline's stage holds."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
+from torchtitan_lr.parallel.stage_split import layers_before_boundaries, modules_per_stage
 
 LANES = {"lanes": 4, "sync_fraction": 0.5}
 
@@ -63,3 +65,30 @@ def test_latents_that_are_not_whole_are_not_gathered(
     check_gather("kv", tiny_args(family), TPSettings(plan), degree)
     whole = TPSettings("vanilla" if degree == 1 else "btp")
     check_gather("latents", tiny_args("cola"), whole, degree)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degree", "per_stage", "ends", "layers", "before"),
+    [
+        ("1F1B", 2, None, 1, 4, [2]),
+        ("1F1B", 4, None, 1, 4, [1, 3, 4]),  # the last stage has the head alone
+        ("1F1B", 4, None, 0, 4, [1, 2, 3]),
+        ("Interleaved1F1B", 2, None, 1, 8, [2, 5, 7]),
+        ("ZBVZeroBubble", 2, None, 1, 8, [2, 5, 7]),
+        ("Interleaved1F1B", 2, 2, 1, 10, [1, 3, 5, 7, 9]),
+    ],
+)
+def test_blocks_before_each_boundary(schedule, degree, per_stage, ends, layers, before):
+    section = SimpleNamespace(
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_degree=degree,
+        pipeline_parallel_layers_per_stage=per_stage,
+        pipeline_parallel_first_stage_less_layers=ends,
+        pipeline_parallel_last_stage_less_layers=ends,
+        module_fqns_per_model_part=None,
+    )
+    config = SimpleNamespace(parallelism=section)
+    assert layers_before_boundaries(config, layers) == before
+    names = [name for stage in modules_per_stage(config, layers) for name in stage]
+    blocks = [f"layers.{i}" for i in range(layers)]
+    assert names == ["tok_embeddings", *blocks, "norm", "output"]

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A family and a plan from outside the package are accepted and refused like the others.
-
-That they train, and send what their formulas say, is in tests/distributed.
-"""
+"""A family and a plan from outside the package are accepted and refused like the others."""
 
 import importlib
 import sys

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A step that is not logged is queued without a read of the device.
-
-On a CPU nothing has to wait, so the test counts the operators that would make a GPU's host wait.
-"""
+"""A step that is not logged is queued without an operator that would make a GPU's host wait."""
 
 from collections import Counter
 from itertools import count
@@ -71,10 +68,7 @@ RUNS = {
 
 
 def step(trainer, times=1.0, seed=0, batches=None):
-    """One step, with a multiple of the loss.
-
-    It reads ahead if there are more batches than its own.
-    """
+    """One step, with a multiple of the loss; it reads ahead where batches are left."""
     trainer.step += 1
     (model,) = trainer.model_parts
     handle = model.register_forward_hook(lambda *call: call[-1] * times)

@@ -16,13 +16,7 @@ from tests.support.nightly import nightly
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.entries import (
-    ENTRIES,
-    OptimizerEntry,
-    build_optimizers,
-    register_optimizer,
-    variant,
-)
+from torchtitan_lr.optim import entries
 from torchtitan_lr.titan.components import OptimizersContainer
 
 
@@ -34,7 +28,7 @@ def momentum_sgd(model_parts, optimizer, parallel_dims):
 def turned_tsr(model_parts, optimizer, parallel_dims):
     """TSR-Adam that climbs: its scale is negative."""
     config = replace(optimizer, name="TSRAdam", tsr_scale=-optimizer.tsr_scale)
-    return build_optimizers(model_parts, config, parallel_dims)
+    return entries.build_optimizers(model_parts, config, parallel_dims)
 
 
 BASE = {
@@ -326,11 +320,11 @@ def outside(monkeypatch):
     names = {"MomentumSGD", "TSR-turned"}
     for name in names:
         monkeypatch.setitem(RECIPES, name, BASE | TSR | {"optimizer.name": name})
-    register_optimizer(OptimizerEntry("MomentumSGD", momentum_sgd))
-    register_optimizer(variant("TSRAdam", "TSR-turned", turned_tsr))
+    entries.register_optimizer(entries.OptimizerEntry("MomentumSGD", momentum_sgd))
+    entries.register_optimizer(entries.variant("TSRAdam", "TSR-turned", turned_tsr))
     yield
     for name in names:
-        del ENTRIES[name]
+        del entries.ENTRIES[name]
 
 
 @pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-turned", "AdamW")])

@@ -17,8 +17,9 @@ from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trai
 from torchtitan_lr.costs import step_traffic
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.training.verdict import NonFiniteError, Verdict
+from torchtitan_lr.training.verdict import NonFiniteError, Verdict, decide
 
 LR, EPS, DECAY = 1e-2, 1e-3, 0.1
 # Warm-up to the full rate over two steps, one more at it, then half-way down the cosine to 0.1.
@@ -317,3 +318,41 @@ def test_a_validation_set_without_a_label_is_refused_in_one_line(tmp_path):
     refused = pytest.raises(ConfigError, match=r"^validation.dataset: got .* is ignored")
     with tiny_trainer(tmp_path, *RECIPE, *options) as trainer, refused:
         trainer.validator.validate(trainer.model_parts, 3)
+
+
+def test_bf16_gradients_are_clipped_as_fp64_ones():
+    """Neither the norm nor the factor is rounded to bf16."""
+    model = torch.nn.Linear(200, 50, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.randn(50, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = model.weight.grad.double()
+    gradients = StoredGradients([model], None)
+    norm = gradients.finish_sums().sqrt()
+    assert norm.item() == pytest.approx(exact.norm().item(), rel=1e-12)
+    gradients.clip(exact.norm().item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
+    scale = (model.weight.grad.double() * exact).sum() / exact.square().sum()
+    assert scale.item() * 393_728 == pytest.approx(1, abs=1e-3)  # products: 6e-4
+
+
+@pytest.mark.parametrize(
+    ("loss", "square", "stop", "norm"),
+    [
+        (1.5, 9.0, False, 3.0),
+        (1.5, 9.0, True, 3.0),
+        (math.nan, 9.0, False, 3.0),
+        (math.inf, 9.0, True, 3.0),
+        (1.5, math.inf, False, math.inf),
+        (1.5, 1e38, False, 1e19),
+        (1.5, 1e40, False, 1e20),  # fp32 cannot hold the square
+    ],
+)
+def test_a_verdict_of_one_process(loss, square, stop, norm):
+    share, counts = torch.tensor(square, dtype=torch.float64), (float(2**53), 0.0, 1.0)
+    verdict = decide(torch.tensor(loss), share, stop, counts, torch.tensor(math.inf))
+    found, finite = verdict.read(), math.isfinite(loss)
+    assert found.rejected is (not finite or square > 3.4e38)
+    assert (found.norm, found.stop, found.next_counts) == (norm, stop, counts)
+    assert (found.bad_ranks, found.loss_is_finite) == (not finite, finite)
+    assert verdict.rejected.item() == float(found.rejected)
+    apart = decide(torch.tensor(loss), share, stop, counts, NOWHERE, replica=1, replicas=3)
+    assert apart.read() == found and apart.norm.item() == norm
+    assert verdict.rejected.dtype == torch.float32 and verdict.norm.item() == norm

@@ -239,7 +239,7 @@ def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
 
 
 def _seed(key: str) -> int:
-    # The 0 stands for a seed that a run could once set; another number would change every Ω.
+    # The prefix is a part of every Ω.
     return int.from_bytes(hashlib.sha256(f"0:{key}".encode()).digest()[:7], "big")
 
 

@@ -4,6 +4,7 @@
 import doctest
 import math
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from torch import nn
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
-from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.selection import EMBEDDING, TSRSettings, plan_matrices
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)
 DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
@@ -95,11 +96,7 @@ def test_a_saved_state_goes_on_bitwise(dtype):
     ids=str,
 )
 def test_steps_are_the_algorithms(changes):
-    """Seven steps against Algorithm 1 on whole matrices, in fp64.
-
-    With ε = 1e-5 two right implementations stay within 1e-13 of each other; 1e-8, Adam's usual one,
-    would enlarge their rounding a thousandfold.
-    """
+    """Seven steps against Algorithm 1 in fp64; at ε = 1e-8 rounding would count a thousandfold."""
     settings = replace(SETTINGS, oversampling=1, scale=0.7, refresh="sketch")
     settings = replace(settings, **changes)
     defaults = DEFAULTS | {"eps": 1e-5, "lr": 0.05}
@@ -180,3 +177,22 @@ def test_a_program_that_never_settles_loses_no_refresh(rejected, saves):
 
     seeds = [1, 2, 3, 4, 5, 6]
     assert torch.equal(train([*seeds[:rejected], -9, *seeds[rejected:]]), train(seeds))
+
+
+@pytest.mark.parametrize("start", ["gradient", "random"])
+def test_staggered_refreshes_take_their_turn(start):
+    """Bases of the gradient are needed in the first step; random ones wait for their turn."""
+    shapes = {EMBEDDING: (64, 16), "layers.0.feed_forward.w1.weight": (40, 16), "gate": (1,)}
+    shapes |= {f"layers.{i}.attention.wq.weight": (16, 16) for i in range(4)}
+    base = TSRSettings(rank=4, embedding_rank=3, refresh_interval=10, embedding_refresh_interval=5)
+    plans = plan_matrices(shapes, replace(base, stagger=True, start=start)).values()
+    linear = [plan for plan in plans if plan.name != EMBEDDING]
+    counts = Counter(step for plan in linear for step in range(1, 11) if plan.is_due(step, 1))
+    assert sorted(counts.values()) == [1] * len(linear)
+    assert all(plan.is_due(step=3, refreshes=0) for plan in plans) is (start == "gradient")
+    for plan in plans if start == "random" else ():
+        assert [plan.is_due(step, 0) for step in range(20)] == [
+            plan.is_due(step, 1) for step in range(20)
+        ]
+    together = plan_matrices(shapes, base).values()
+    assert all(plan.is_due(10, 1) and not plan.is_due(9, 1) for plan in together)
