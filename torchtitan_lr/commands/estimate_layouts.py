@@ -4,6 +4,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run
 from torchtitan_lr.costs.hardware import Hardware
@@ -23,7 +24,11 @@ _PARTS = {
 
 def report_layouts(run: Run, hardware: Hardware) -> dict[str, Any]:
     """Find a run's layouts; return them as a dictionary, the fastest first."""
-    found = find_layouts(run, hardware)
+
+    def check(config: Any) -> None:
+        check_job_config(config, run.world, "cuda", on_paper=True)
+
+    found = find_layouts(run, hardware, check)
     _, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     return {
         "hardware": hardware.name,

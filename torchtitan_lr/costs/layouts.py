@@ -7,11 +7,10 @@ be. Of micro-batches of 1, 2, 4, … rows a layout has the fastest that fits.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import rank_memory
@@ -44,12 +43,12 @@ class Layouts:
     refused: Counter[str] = field(default_factory=Counter)  # layouts by the key that refuses them
 
 
-def find_layouts(run: Run, hardware: Hardware) -> Layouts:
-    """Try all layouts of a run."""
+def find_layouts(run: Run, hardware: Hardware, check: Callable[[Any], None]) -> Layouts:
+    """Try all layouts of a run; ``check`` raises a ConfigError for a configuration of none."""
     found = Layouts()
     for config in _configs(run, hardware):
         try:
-            check_job_config(config, run.world, "cuda", on_paper=True)
+            check(config)
         except ConfigError as error:
             found.refused[error.key] += 1
             continue
