@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Names of checkpoint folders and of the files and states in them; needs no torch."""
 
+import errno
 import itertools
 import os
 import re
@@ -113,6 +114,8 @@ def unfinished(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(out if is_new else aside, ignore_errors=True)
         raise
+    if [*out.iterdir()] != [aside]:
+        raise FileExistsError(errno.EEXIST, "another command has written there", str(out))
     # `out` stays the folder that it is: it may be a mount point or the working directory.
     for written in aside.iterdir():
         written.rename(out / written.name)

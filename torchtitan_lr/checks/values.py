@@ -47,10 +47,10 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
 def check_folders(config: Any, world_size: int, device_type: str) -> None:
     """Check that the run's folders can be written: the first save may be hours away."""
     dump_folder = Path(config.job.dump_folder).absolute()
-    written = {"job.dump_folder": dump_folder}
+    written = [("job.dump_folder", dump_folder), ("job.dump_folder", dump_folder / "logs")]
     if config.checkpoint.enable:
-        written["checkpoint.folder"] = dump_folder / config.checkpoint.folder
-    for key, folder in written.items():
+        written.append(("checkpoint.folder", dump_folder / config.checkpoint.folder))
+    for key, folder in written:
         nearest = next(place for place in (folder, *folder.parents) if os.path.exists(place))
         lets = "lets you make" if os.path.isdir(nearest) else "does not block: it is a file"
         fits = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)

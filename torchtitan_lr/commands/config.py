@@ -6,9 +6,8 @@
     torchtitan-lr config show my.toml --training.steps=100 --changed
     torchtitan-lr config show outputs/checkpoint/step-100
 
-CONFIG is a TOML file or the name of a shipped one; --section.key=value overrides it, as in a run.
-Of the folder of a run or of a step it is what that was trained with.
-The output of `show` is a TOML file. Behind each key is its origin:
+The output of `show` is a TOML file; of a run's or a step's folder, what that was trained with.
+Behind each key is its origin:
 
     default         of this package or of torchtitan; "default of Muon": of that optimizer, also
                     where a file sets the rate of another one

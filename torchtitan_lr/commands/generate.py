@@ -43,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
     """Continue the prompts, or hold a conversation; return the exit status."""
     fits = args.temperature == 0 or args.temperature >= 0.01  # fp32 has no logits over 1e-38
     require(fits, "--temperature", args.temperature, "0 (greedy) or a number from 0.01")
+    require(args.top_k >= 0, "--top_k", args.top_k, "0 (all tokens) or a number of tokens")
+    require(0 < args.top_p <= 1, "--top_p", args.top_p, "a number in (0, 1]")
+    fits = args.max_new_tokens is None or args.max_new_tokens > 0
+    require(fits, "--max_new_tokens", args.max_new_tokens, "a number of tokens")
     for prompt in args.prompt:
         _check_text("--prompt", prompt)
     from torchtitan_lr.config.build import import_extension

@@ -3,12 +3,10 @@
 
     torchtitan-lr measure-comm CONFIG [--json] [--section.key=value ...]
 
-CONFIG is a TOML file or a shipped name; further arguments override it. The step runs on NGPU ranks
-of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs). Elements are those
-of the logical tensor, once per call. Equal decoder blocks are shown as one, `block`. The scalars of
-the scope `step` (clipping, logging) have no formula; collectives that activation checkpointing
-repeats are counted by running blocks on tensors without data. A message over two mesh dimensions
-has both names, `fsdp_tp`.
+The step runs on NGPU ranks of this machine. Elements are those of the logical tensor, once per
+call. Equal decoder blocks are shown as one, `block`. The scalars of the scope `step` (clipping,
+logging) have no formula; collectives that activation checkpointing repeats are counted by running
+blocks on tensors without data. A message over two mesh dimensions has both names, `fsdp_tp`.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """

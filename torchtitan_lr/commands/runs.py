@@ -4,11 +4,8 @@
     torchtitan-lr runs outputs
     torchtitan-lr runs outputs/a outputs/b --plot curves.png
 
-A run is a dump folder, with metrics.jsonl, or with job_config.json and run.lock. Its state is
-"running" (a process holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or
-"failed"; why stands below the table. The losses are those of a summary, in nats per token. The
-second table has the keys in which the runs differ; --json has the same rows for a program. What is
-damaged in a run's files is shown as unknown.
+The first table has each run's state, step and losses; why a run stopped or failed stands below it.
+The second has the keys in which the runs differ. What is damaged in a run's files is unknown.
 """
 
 import argparse

@@ -4,9 +4,8 @@ r"""Train a grid of settings, one run per point, and collect the results in one 
     torchtitan-lr sweep debug_cola --set low_rank.rank=16,32 \
         --set parallelism.tp_plan=vanilla,btp --out outputs/ranks --training.steps=100
 
-CONFIG is a TOML file or a shipped name. Each --set names a TOML key and its values; the grid has
-all combinations. Further arguments, --section.key=value, apply to all points. A run has NGPU ranks
-of this machine (default: its GPUs, at most 4, or 4 CPU processes without GPUs); --jobs runs several
+Each --set names a TOML key and its values; the grid has all combinations. Further arguments,
+--section.key=value, apply to all points. A run has NGPU ranks of this machine; --jobs runs several
 points at once, on GPUs of their own or on the cores.
 
 The whole grid is checked before the first run. A sweep that is stopped (Ctrl-C saves the active

@@ -5,8 +5,7 @@ r"""Train the model of a TOML file.
     [VARIABLE=value ...] ./run_llama_train.sh [CONFIG] [--section.key=value ...]
     torchrun --nproc_per_node=8 -m torchtitan_lr train [CONFIG] [--section.key=value ...]
 
-CONFIG is a TOML file or the name of a shipped one such as cola_60m; arguments override it, e.g.
---training.steps=100.
+CONFIG is a TOML file or the name of a shipped one such as cola_60m; arguments override it.
   CONFIG_FILE   CONFIG where none is given (default ./train_configs/debug_cola.toml)
   NGPU          ranks on this machine, one per GPU, or CPU processes without GPUs (default: its
                 GPUs, at most 4; without GPUs 4; CUDA_VISIBLE_DEVICES= trains on the CPU)
@@ -18,7 +17,6 @@ CONFIG is a TOML file or the name of a shipped one such as cola_60m; arguments o
   MAX_RESTARTS  how often failed ranks are started again, from the last checkpoint (default 0)
   RDZV_CONF     torchrun's times, e.g. join_timeout=600,last_call_timeout=30 (seconds)
   PYTHON        the interpreter to use or to make .venv from
-`torchtitan-lr config show CONFIG` prints all keys.
 SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; another one, a second or more
 later, kills at once. SIGUSR1, a scheduler's notice, does the same and may be repeated.
 """

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A kind of machine, its links, and the files that describe one."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from math import inf
 from pathlib import Path
 
@@ -56,4 +56,9 @@ def load_hardware(name: str) -> Hardware:
     for key, value in values.items():
         fits = isinstance(value, str | bool) or 0 < value < inf
         require(fits, f"{path.name}: {key}", value, "a positive number")
+    for field in fields(Hardware):
+        given = field.name in values or field.default is not MISSING
+        require(given, f"{path.name}: {field.name}", None, "a value: it has no default")
+    share = values["matmul_efficiency"]
+    require(share <= 1, f"{path.name}: matmul_efficiency", share, "at most 1, a part of the peak")
     return Hardware(**values)

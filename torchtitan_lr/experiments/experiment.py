@@ -113,13 +113,15 @@ def _tables(key: str, tables: Any, kind: Any) -> dict[str, Any]:
 
 def _check(given: Experiment) -> None:
     """Refuse what no run's own check would refuse."""
-    require(given.name, "name", given.name, "a name")
+    for name in (given.name, *given.families, *given.sizes):
+        require(name and "/" not in name, "name", name, "a name without /")
     reference = given.reference
     require(reference in given.families, "reference", reference, "one of the families")
     require({*given.search} <= {*given.sizes}, "search", given.search, "some of the sizes")
     for name, size in given.sizes.items():
-        fits = all(0 < budget < math.inf for budget in size.budgets)
-        want = "positive numbers of tokens per parameter"
+        require(size.seeds, f"sizes.{name}.seeds", size.seeds, "at least one")
+        fits = size.budgets and all(0 < budget < math.inf for budget in size.budgets)
+        want = "positive numbers of tokens per parameter, at least one"
         require(fits, f"sizes.{name}.budgets", size.budgets, want)
         alone = not size.flavor or not (size.dim or size.n_layers)
         want = "a flavor or the sides of a model, not both"

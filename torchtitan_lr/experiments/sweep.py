@@ -132,13 +132,21 @@ def settings_of(point: Point) -> dict[str, Any]:
     return kept
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        want = "a file of a sweep; without it the point runs again"
+        raise ConfigError("--out", str(path), want) from error
+
+
 def read_results(work: Path, points: Iterable[Point]) -> None:
     """Set the rows of the points that were started in a folder; refuse other settings there."""
     for point in points:
         path = work / point.name / POINT_FILE
         if not path.is_file():
             continue
-        known, here = read_json(path), settings_of(point)
+        known, here = _read(path), settings_of(point)
         for key, old in known["settings"].items():
             new = here.get(key, old)
             differs = f"{key} is {old!r} there and {new!r} here"
@@ -151,7 +159,7 @@ def losses_of(work: Path) -> dict[str, float]:
     """Return the validation losses of the points with a result; infinite where one diverged."""
     losses = {}
     for path in work.glob(f"*/{POINT_FILE}"):
-        row = read_json(path)["row"]
+        row = _read(path)["row"]
         if row["status"] in (FINISHED, DIVERGED):
             losses[path.parent.name] = row.get("val_loss") or math.inf
     return losses

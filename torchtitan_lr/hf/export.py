@@ -195,7 +195,7 @@ def write_card(
     text = _TEXT.format(
         name=name if flavor.endswith(SUFFIX) else f"{name} {_plain(flavor)}",
         step=_plain(step),
-        kind=_FAMILIES[args.family],
+        kind=_FAMILIES.get(args.family, f"model of the family {args.family}"),
         origin=origin,
         table="\n".join(f"| {key} | {_plain(value)} |" for key, value in rows.items()),
         code=", trust_remote_code=True" if coded else "",
