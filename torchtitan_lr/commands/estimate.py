@@ -28,7 +28,7 @@ from pathlib import Path
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.config.parse import load_toml
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.errors import require
+from torchtitan_lr.errors import ConfigError, require
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -69,5 +69,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     runs = estimate_report.read_runs(paths, args.world, args.plans, args.overrides)
     report = estimate_report.estimate(runs, hardware)
-    print(json.dumps(report, indent=2) if args.json else estimate_report.as_text(report, hardware))
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    print(estimate_report.as_text(report, hardware))
+    first = next(iter(runs.values()))
+    assert not isinstance(first, ConfigError)  # only alternatives are refused
+    print(estimate_layouts.in_one_line(first, report, hardware))
     return 0

@@ -22,13 +22,13 @@ _PARTS = {
 """Where a slower layout's time goes, by the parts of `StepTime`."""
 
 
-def report_layouts(run: Run, hardware: Hardware) -> dict[str, Any]:
-    """Find a run's layouts; return them as a dictionary, the fastest first."""
+def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[str, Any]:
+    """Find a run's layouts, see `find_layouts`; return them as a dictionary, the fastest first."""
 
     def check(config: Any) -> None:
         check_job_config(config, run.world, "cuda", on_paper=True)
 
-    found = find_layouts(run, hardware, check)
+    found = find_layouts(run, hardware, check, splits)
     _, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     return {
         "hardware": hardware.name,
@@ -38,6 +38,21 @@ def report_layouts(run: Run, hardware: Hardware) -> dict[str, Any]:
         "refused": dict(found.refused),
         "slower": _slower(found),
     }
+
+
+def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware) -> str:
+    """Say how long a run takes, by its column of a report, and whether another layout is faster."""
+    seconds, peak = column["step_time"]["total"], column["memory_bytes"]["peak"] / GIB
+    days = seconds * run.config.training.steps / 86400
+    ideal = run.tokens_per_step * column["flops_per_token"]
+    mfu = ideal / (hardware.peak_tflops * 1e12 * run.world) / seconds
+    line = f"modelled: {days:.2g} days, {mfu:.0%} MFU, {peak / hardware.memory_gib:.0%} of "
+    line += f"{hardware.memory_gib:g} GiB"
+    others = report_layouts(run, hardware, splits=False)["layouts"] if run.world > 1 else []
+    if others and seconds > 1.1 * others[0]["step_time"]["total"]:
+        times = seconds / others[0]["step_time"]["total"]
+        line += f"; {others[0]['layout']} is modelled {times:.1f} times faster"
+    return line
 
 
 def _row(layout: Layout, flops: int, hardware: Hardware) -> dict[str, Any]:

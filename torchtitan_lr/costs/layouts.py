@@ -43,10 +43,15 @@ class Layouts:
     refused: Counter[str] = field(default_factory=Counter)  # layouts by the key that refuses them
 
 
-def find_layouts(run: Run, hardware: Hardware, check: Callable[[Any], None]) -> Layouts:
-    """Try all layouts of a run; ``check`` raises a ConfigError for a configuration of none."""
+def find_layouts(
+    run: Run, hardware: Hardware, check: Callable[[Any], None], splits: bool = True
+) -> Layouts:
+    """Try all layouts of a run, or those alone that split neither products, rows nor the model.
+
+    ``check`` raises a ConfigError for a configuration that cannot run.
+    """
     found = Layouts()
-    for config in _configs(run, hardware):
+    for config in _configs(run, hardware, splits):
         try:
             check(config)
         except ConfigError as error:
@@ -60,12 +65,13 @@ def find_layouts(run: Run, hardware: Hardware, check: Callable[[Any], None]) -> 
     return found
 
 
-def _configs(run: Run, hardware: Hardware) -> Iterator[Any]:
+def _configs(run: Run, hardware: Hardware, splits: bool) -> Iterator[Any]:
     """Yield the configuration of every layout, with one row in a micro-batch."""
     node, rows = hardware.devices_per_node, run.tokens_per_step // run.seq_len
-    for tp in _divisors(run.world, most=node):
-        for pp in _divisors(run.world // tp, most=run.args.n_layers):
-            for cp in _divisors(run.world // tp // pp, most=max(1, run.seq_len // PIECE)):
+    most = (node, run.args.n_layers, max(1, run.seq_len // PIECE)) if splits else (1, 1, 1)
+    for tp in _divisors(run.world, most[0]):
+        for pp in _divisors(run.world // tp, most[1]):
+            for cp in _divisors(run.world // tp // pp, most[2]):
                 rest = run.world // tp // pp // cp
                 in_a_node = max(1, node // tp // cp)
                 replicas = {1, rest} | ({rest // in_a_node} if rest % in_a_node == 0 else set())
