@@ -23,7 +23,7 @@ from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.messages import Traffic, merge, sent_bytes
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.errors import require
-from torchtitan_lr.optim.spectral.selection import select_matrices
+from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 
 if TYPE_CHECKING:
