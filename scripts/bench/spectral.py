@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.rules import gram, inverse_root
-from torchtitan_lr.optim.spectral.selection import select_matrices
 
 
 def polar_factor(M: Tensor) -> Tensor:

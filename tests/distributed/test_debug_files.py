@@ -13,7 +13,11 @@ from torchtitan_lr.launch.placement import fit
 SHORT = [*TINY, "--model.flavor=debug", "--training.global_batch_size=16"]
 
 
-@pytest.mark.parametrize("name", ["cola", "full", "svd", "lax", "caat", "finetune", "tsr"])
+FILES = ["cola", "finetune", "tsr"]
+FILES += [pytest.param(name, marks=pytest.mark.nightly) for name in ("full", "svd", "lax", "caat")]
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_debug_file_has_the_same_losses_on_any_ranks(
     name: str, one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool
 ) -> None:

@@ -11,7 +11,7 @@ from tests.commands import Command
 from torchtitan_lr.checkpoints.record import Record, read_step
 from torchtitan_lr.checkpoints.saving import StepWriter
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.hf.folders import read_any, read_args, read_weights
+from torchtitan_lr.hf.exported import read_any, read_args, read_weights
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.training.loading import as_model, build_model_args
 

@@ -22,3 +22,11 @@ def lint(text, folder):
 
 def test_rooms_import_downwards(tmp_path):
     assert lint(CONTRACTS, tmp_path) == EXIT_STATUS_SUCCESS
+
+
+def test_a_files_name_occurs_once():
+    """In another room it would be another thing; commands are named as what they call."""
+    files = (ROOT / "torchtitan_lr").rglob("*.py")
+    names = [file.name for file in files if file.parent.name != "commands"]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice == {"__init__.py"}

@@ -38,7 +38,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_plans(config: Any, world_size: int, device_type: str) -> None:
     """Check that the model fits the tensor-parallel plan, at degree 1 too, and the optimizer."""
-    from torchtitan_lr.optim.spectral.selection import select_matrices
+    from torchtitan_lr.optim.spectral.matrices import select_matrices
     from torchtitan_lr.parallel.plans import check_gather, tp_settings
 
     args = llama_args(config)

@@ -65,7 +65,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """
     from torchtitan_lr.data.corpus import ValidationSet
     from torchtitan_lr.data.prepare import find_prepared, open_rows
-    from torchtitan_lr.hf.folders import read_any
+    from torchtitan_lr.hf.exported import read_any
     from torchtitan_lr.titan.device import keep_freed_memory
     from torchtitan_lr.training.evaluation import EvaluationSet, encoded, total_loss
     from torchtitan_lr.training.history import perplexity

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.config.files import read_json
     from torchtitan_lr.hf import export
-    from torchtitan_lr.hf.tokenizer import export_tokenizer
+    from torchtitan_lr.hf.export_tokenizer import export_tokenizer
     from torchtitan_lr.training import loading
 
     import_extension(args.custom_import)

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         _check_text("--prompt", prompt)
     from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf import generation
-    from torchtitan_lr.hf.folders import read_any
+    from torchtitan_lr.hf.exported import read_any
     from torchtitan_lr.training.loading import find_device
 
     import_extension(args.custom_import)

@@ -67,8 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         status: int = module_of(name).run(parser_of(name).parse_args(rest))
         return status
     parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, usage="%(prog)s COMMAND [...]")
-    known = {found.metadata["Name"]: found.version for found in metadata.distributions()}
-    versions = [f"{name} {known.get(name, 'not installed')}" for name in ("torchtitan_lr", "torch")]
+    versions = [f"{name} {metadata.version(name)}" for name in ("torchtitan_lr", "torch")]
     parser.add_argument("--version", action="version", version=", ".join(versions))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:

@@ -25,7 +25,7 @@ from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.errors import require
 from torchtitan_lr.ledger.ledger import OUTER
 from torchtitan_lr.optim.outer import coded_bytes, layer_fragments
-from torchtitan_lr.optim.spectral.selection import select_matrices
+from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 
 if TYPE_CHECKING:

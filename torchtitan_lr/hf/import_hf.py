@@ -27,9 +27,9 @@ from torchtitan_lr.console.log import say
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import resolve_assets_path
 from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.hf.folders import read_args, read_weights
+from torchtitan_lr.hf.export_tokenizer import import_tokenizer
+from torchtitan_lr.hf.exported import read_args, read_weights
 from torchtitan_lr.hf.svd_import import Batch, MatrixReport, factorise
-from torchtitan_lr.hf.tokenizer import import_tokenizer
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args

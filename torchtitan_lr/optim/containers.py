@@ -14,8 +14,8 @@ from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.groups import param_groups
+from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import components, logger

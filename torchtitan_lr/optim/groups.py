@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.optim.spectral.selection import select_matrices
+from torchtitan_lr.optim.spectral.matrices import select_matrices
 
 KEY = "optimizer.groups"
 

@@ -15,7 +15,7 @@ from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.optim.base import split_buckets
+from torchtitan_lr.optim.own_optimizer import split_buckets
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.parallel.plan_parts import TPSettings
 

@@ -21,7 +21,7 @@ from tests.commands import ROOT
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.tokenizer import Tokenizer as Ours
 from torchtitan_lr.data.tokenizer import encode_documents
-from torchtitan_lr.hf.tokenizer import export_tokenizer, import_tokenizer
+from torchtitan_lr.hf.export_tokenizer import export_tokenizer, import_tokenizer
 
 TEXTS = [
     "",

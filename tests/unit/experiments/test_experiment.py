@@ -17,8 +17,8 @@ from torchtitan_lr.experiments.sweep import settings_of
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.entries import ENTRIES
+from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.spectral.selection import select_matrices
 
 scaling = Command("scaling")
 

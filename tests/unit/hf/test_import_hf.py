@@ -20,7 +20,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import export_hf
-from torchtitan_lr.hf.folders import read_args, read_weights
+from torchtitan_lr.hf.exported import read_args, read_weights
 from torchtitan_lr.hf.import_hf import write_step_zero
 from torchtitan_lr.training.loading import as_model, load_weights
 

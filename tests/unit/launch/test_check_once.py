@@ -5,8 +5,8 @@ import multiprocessing
 import os
 
 import pytest
+from torch.distributed import TCPStore
 
-from tests.support.processes import free_port
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.train import checked_once
 
@@ -20,6 +20,7 @@ MACHINES = [  # two ranks on the first, one on the second
 def starts(rank, ports, told):
     """The lines of a rank in one start after the other, each with a store of its own."""
     os.environ.update(MACHINES[rank], RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torchrun's, as below a launcher
     lines = []
     answer = ""
 
@@ -45,7 +46,7 @@ def starts(rank, ports, told):
         try:
             signed = checked_once(check, prepare, check_tokens)
             lines.append(f"{os.environ['FOUND']} {signed}")
-        except ConfigError as error:
+        except Exception as error:
             lines.append(str(error))
     told.put((rank, lines))
     told.close()
@@ -53,7 +54,9 @@ def starts(rank, ports, told):
 
 
 def test_rank_0_checks_for_all_and_each_machine_prepares():
-    ports = {answer: free_port() for answer in ("refuse", "no text", "few", "accept")}
+    answers = ("refuse", "no text", "few", "accept")
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in answers]
+    ports = {answer: store.port for answer, store in zip(answers, stores, strict=True)}
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     ranks = [context.Process(target=starts, args=(rank, ports, told)) for rank in range(3)]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lr.compat.dtensor import local_part, local_slice
 from torchtitan_lr.compat.process_groups import gathered, joint_group, reduce_scatter
-from torchtitan_lr.optim.base import alike
+from torchtitan_lr.optim.own_optimizer import alike
 
 Split = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions of more than one rank that split a side of a matrix."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchtitan_lr.compat.dispatch import between
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
 from torchtitan_lr.numerics import exact_products, rounded_once
-from torchtitan_lr.optim.base import OwnOptimizer, alike, split_buckets
+from torchtitan_lr.optim.own_optimizer import OwnOptimizer, alike, split_buckets
 from torchtitan_lr.optim.spectral.layout import Division, GramGroups, Split, View, batches
 from torchtitan_lr.optim.spectral.rules import RULES, Rule, gram, packed, unpacked
 

@@ -39,8 +39,8 @@ from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.numerics import scale_
-from torchtitan_lr.optim.base import OwnOptimizer, alike, split_buckets
 from torchtitan_lr.optim.gradients import clip_factor, share_of_square
+from torchtitan_lr.optim.own_optimizer import OwnOptimizer, alike, split_buckets
 from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.stack import (
     DenseParameters,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
-from torchtitan_lr.optim.base import alike
+from torchtitan_lr.optim.own_optimizer import alike
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 from torchtitan_lr.optim.tsr.sums import Drift, ProcessGroups, summed
 from torchtitan_lr.optim.tsr.svd import Batch, Shards, draw_basis, draw_sketches, randomized_svd

@@ -8,8 +8,8 @@ from torch import nn
 from scripts.bench.spectral import polar_factor
 from tests.reference.muon import usual_polar_factor
 from torchtitan_lr.optim.spectral import rules
+from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.spectral.selection import select_matrices
 
 RULES = ["Muon", "Spectron", "LoRAMuon"]
 FLOOR = {"LoRAMuon": 1e-7}
