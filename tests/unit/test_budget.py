@@ -13,7 +13,7 @@ CAPS = {
     "lines of tests/**/*.py": 22_000,
     "lines of scripts/**/*.py": 4_500,
     "words of docs/*.md": 17_000,
-    "words of docs/results.md": 4_500,
+    "words of docs/results.md": 4_000,
     "lines of README.md": 110,
     "lines of CHANGELOG.md": 40,
 }

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
         return 0
     print(estimate_report.as_text(report, hardware))
-    first = next(iter(runs.values()))
-    assert not isinstance(first, ConfigError)  # only alternatives are refused
-    print(estimate_layouts.in_one_line(first, report, hardware))
+    own = next(iter(runs.values()))
+    assert not isinstance(own, ConfigError)  # only alternatives are refused
+    print(estimate_layouts.in_one_line(own, report, hardware))
     return 0
