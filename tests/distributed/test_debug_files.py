@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The debug files have the same losses on any number of ranks."""
 
+from typing import Any
+
 import pytest
 
 from tests.commands import ROOT
@@ -13,7 +15,7 @@ from torchtitan_lr.launch.placement import fit
 SHORT = [*TINY, "--model.flavor=debug", "--training.global_batch_size=16"]
 
 
-FILES = ["cola", "finetune", "tsr"]
+FILES: list[Any] = ["cola", "finetune", "tsr"]
 FILES += [pytest.param(name, marks=pytest.mark.nightly) for name in ("full", "svd", "lax", "caat")]
 
 
