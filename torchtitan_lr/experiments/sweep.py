@@ -21,6 +21,7 @@ from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.terminal import markdown_table
 from torchtitan_lr.errors import ConfigError, escaped, require
 from torchtitan_lr.experiments.start import place_run
+from torchtitan_lr.launch import run_folder
 from torchtitan_lr.launch.processes import say
 from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, FAILED, FINISHED, STOPPED
 from torchtitan_lr.models.configured import llama_args, model_shapes
@@ -235,7 +236,8 @@ class Sweep:
         point.save(self.work, "cut off")  # the status if this process dies before the run's end
         say(escaped(f"{point.name}: starts"))
         folder = self.work / point.name
-        (folder / SUMMARY_FILE).unlink(missing_ok=True)
+        for earlier in (SUMMARY_FILE, run_folder.STATE_FILE):
+            (folder / earlier).unlink(missing_ok=True)
         command = [
             *(sys.executable, "-m", "torchtitan_lr", "train", f"--job.config_file={point.config}"),
             *(f"--job.dump_folder={folder}", *point.arguments),
@@ -265,8 +267,7 @@ class Sweep:
         if ended != EXIT_STATUS[FINISHED]:
             # What refuses a run that the check has accepted may pass: it is repeated.
             status = DIVERGED if ended == EXIT_STATUS[DIVERGED] else FAILED
-            output = (folder / _ERRORS_FILE).read_text(errors="replace")
-            point.save(self.work, status, last_error(output, ended))
+            point.save(self.work, status, self._why(folder, ended))
         elif (folder / SUMMARY_FILE).is_file():
             summary = read_json(folder / SUMMARY_FILE)
             point.row |= {key: summary[key] for key in ("steps", *RESULTS)}
@@ -280,6 +281,13 @@ class Sweep:
         say(escaped(told))
         self._write()
 
+    def _why(self, folder: Path, status: int) -> str:
+        """Return why a run failed: by its record, or its last words if it was refused."""
+        if record := run_folder.read_state(folder):
+            return str(record["error"])
+        words = (folder / _ERRORS_FILE).read_text(errors="replace").strip().splitlines()
+        return words[-1] if words else f"it ended with status {status}"
+
     def _write(self) -> None:
         """Write the table: sweep.json and sweep.md."""
         rows = table_of(self.points)
@@ -292,13 +300,6 @@ def _visible_gpus() -> list[str]:
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
-
-
-def last_error(output: str, status: int) -> str:
-    """Return a program's last line that begins with ``error: ``, else its last line."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or [f"it ended with status {status}"])[-1]
 
 
 def table_of(points: Iterable[Point]) -> list[dict[str, Any]]:

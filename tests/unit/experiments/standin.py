@@ -10,7 +10,7 @@ from math import log
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # the interpreter has no site packages
-from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS
+from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, FAILED, write_state
 
 given = dict(argument.removeprefix("--").partition("=")[::2] for argument in sys.argv[1:])
 folder, rate = Path(given["job.dump_folder"]), float(given.get("optimizer.lr", 2e-3))
@@ -19,6 +19,7 @@ if rate > 1e-2:
     print("error: step 2: its own words", file=sys.stderr)
     sys.exit(EXIT_STATUS[DIVERGED])
 if given.get("low_rank.rank") == "32":
+    write_state(folder, FAILED, "ValueError: no luck", 1, 3, begin)
     sys.exit("error: rank 1 failed\nmore")
 if given.get("low_rank.rank") == "64":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -49,7 +49,7 @@ def test_points_with_a_result_do_not_run_again(tmp_path, standin, capsys):
     assert sweep.main(command(tmp_path, "16,32")) == 1
     assert len(standin) == 4
     rows = json.loads((work / "sweep.json").read_text())
-    ends = [("finished", "")] * 2 + [("failed", "error: rank 1 failed")] * 2
+    ends = [("finished", "")] * 2 + [("failed", "ValueError: no luck")] * 2
     assert [(row["status"], row["why"]) for row in rows] == ends
     assert rows[0]["parameters"] < rows[2]["parameters"]
     losses = [row.get("val_loss") for row in rows]
@@ -59,7 +59,7 @@ def test_points_with_a_result_do_not_run_again(tmp_path, standin, capsys):
     said, told = capsys.readouterr()
     assert table.strip() in said
     assert "rank-16_lr-0.002: starts\nrank-16_lr-0.002: finished, validation loss 5.0000\n" in told
-    assert told.rstrip().endswith("rank-32_lr-0.002: failed: error: rank 1 failed")
+    assert told.rstrip().endswith("rank-32_lr-0.002: failed: ValueError: no luck")
     standin.clear()
     assert sweep.main(command(tmp_path, "16,32")) == 1
     assert folders(standin) == ["rank-32_lr-0.001", "rank-32_lr-0.002"]
