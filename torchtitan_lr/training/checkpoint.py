@@ -182,8 +182,9 @@ class CheckpointManager(TitanCheckpointHooks):
             without = f" without {', '.join(self.excluded)}" if self.excluded else ""
             console.info("Loaded %s%s.", start.folder, without)
             if not start.left_out and self._section.exclude_from_loading:
-                what = "checkpoint.exclude_from_loading acts with checkpoint.load_step, or on "
-                console.info(what + "another run's weights: all states are loaded")
+                console.info("All states are loaded: exclude_from_loading acts with load_step")
+            if start.step != -1 and self._section.initial_load_path:
+                console.info("checkpoint.initial_load_path is not read: the run has its own steps")
         if not self.load_only and self._first:
             self._tidy(-1 if start is None else start.step)
         from_first_rank(None)  # no rank saves before the first one is here

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.support.full_disk import files_of_at_most
 from torchtitan_lr.checkpoints.folders import complete_steps
 from torchtitan_lr.config.build import config_class
+from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.training.checkpoint import CheckpointManager
@@ -93,6 +94,18 @@ def test_dying_while_a_step_is_saved_again_leaves_nothing_to_trust(
     with pytest.raises((CheckpointException, RunFailedError), match="Killed"):
         checkpoints.save(2)
     assert complete_steps(checkpoints.folder) == [1]
+
+
+def test_a_resumed_run_says_that_its_first_weights_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager(tmp_path, 2).close()
+    resumed, said = manager(tmp_path), []
+    resumed._section.initial_load_path = str(tmp_path / "other/step-1")
+    monkeypatch.setattr(console, "info", lambda line, *args: said.append(line % args))
+    assert resumed.load()
+    assert any("initial_load_path is not read" in line for line in said)
+    resumed.close()
 
 
 def test_a_torn_folder_pushes_no_checkpoint_out(tmp_path: Path) -> None:
