@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -33,19 +34,27 @@ class Contact:
     out: Path
     failed: list[str] = field(default_factory=list)
 
-    def run(self, command: list[str], ranks: int, limit: float) -> subprocess.CompletedProcess[str]:
-        """Run a command of the package on some ranks; its output goes to a log, too."""
+    def run(self, command: list[str], ranks: int, limit: float) -> str:
+        """Run a command of the package on some ranks; return its output, which a log has too."""
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.small else {}
         environment = os.environ | {"NGPU": str(ranks), "OMP_NUM_THREADS": "1"} | hidden
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit, env=environment, check=False
-        )
-        with (self.out / "commands.log").open("a") as log:
-            print(f"$ NGPU={ranks} {' '.join(command)}\n{done.stdout}{done.stderr}", file=log)
-        if done.returncode:
-            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            raise RuntimeError(f"status {done.returncode}: {' '.join(last)}")
-        return done
+        with (self.out / "commands.log").open("a+") as log:
+            print(f"$ NGPU={ranks} {' '.join(command)}", file=log, flush=True)
+            begins = log.tell()
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+            try:
+                status = process.wait(timeout=limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise
+            log.seek(begins)
+            said = log.read().strip()
+        if status:
+            raise RuntimeError(f"status {status}: {said.splitlines()[-1] if said else ''}")
+        return said
 
     def trained(self, config: str, name: str, ranks: int, limit: float, *more: str) -> list[Any]:
         """Train in a folder of the report; return the records of its steps."""
@@ -93,8 +102,8 @@ def parity(contact: Contact) -> str:
 def counted(contact: Contact) -> str:
     """Compare the bytes of a step with the formulas."""
     command = [sys.executable, "-m", "torchtitan_lr", "measure-comm", "debug_cola"]
-    done = contact.run(command, contact.ranks, 90)
-    return "all rows agree with the formulas\n" + done.stdout.strip().splitlines()[-1]
+    said = contact.run(command, contact.ranks, 90)
+    return "all rows agree with the formulas\n" + said.splitlines()[-1]
 
 
 def bandwidths(contact: Contact) -> str:
@@ -145,7 +154,8 @@ def overlap(contact: Contact) -> str:
     rows = []
     for tp in (1, 2):
         profile = ["--profiling.enable_profiling", "--profiling.profile_freq=8"]
-        more = [*large(contact), f"{P}tensor_parallel_degree={tp}", "--training.steps=8", *profile]
+        more = [*large(contact), f"{P}tensor_parallel_degree={tp}", "--training.steps=9", *profile]
+        more.append("--checkpoint.no_enable")  # a save's messages are no part of a step
         contact.trained("cola_1b", f"overlap/tp{tp}", contact.ranks, 150, *more)
         folder = contact.out / f"overlap/tp{tp}"
         (trace,) = folder.rglob("*rank0_trace.json*")
@@ -208,18 +218,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/first_contact"))
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    ranks = 4 if args.small else torch.cuda.device_count()
+    # The largest power of two: the ranks share 16 rows.
+    ranks = 4 if args.small else min(8, 1 << torch.cuda.device_count().bit_length() >> 1)
     if ranks < 2:
         parser.error("this machine has less than two GPUs; --small rehearses on CPUs")
-    args.out.mkdir(parents=True, exist_ok=False)
+    if args.out.exists():
+        parser.error(f"{args.out} is there; --out names another folder")
+    args.out.mkdir(parents=True)
     contact = Contact(ranks, args.small, args.out)
     page = [f"# First contact\n\n{machine(contact)}\n"]
     for title, part in PARTS.items():
         began = time.time()
         try:
             text = part(contact)
-        except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-            text = f"FAILED: {error}"
+        except Exception as error:  # the other parts run
+            text = f"FAILED: {type(error).__name__}: {error}"
             contact.failed.append(title)
         page.append(f"## {title}\n\n```text\n{text}\n```\n\n{time.time() - began:.0f} s\n")
         print(page[-1], flush=True)

@@ -46,6 +46,7 @@ def _shortened(config: Any) -> Any:
     if degree > 1:
         rows = size * min(training.local_batch_size // size, 2 * degree)
         training = replace(training, local_batch_size=rows)
+    training = replace(training, enable_cpu_offload=False)  # pinned memory needs a device
     return replace(
         config,
         training=training,

@@ -51,7 +51,8 @@ def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware) -> str:
     others = report_layouts(run, hardware, splits=False)["layouts"] if run.world > 1 else []
     if others and seconds > 1.1 * others[0]["step_time"]["total"]:
         times = seconds / others[0]["step_time"]["total"]
-        line += f"; {others[0]['layout']} is modelled {times:.1f} times faster"
+        rows = f"{others[0]['microbatch']} rows x {others[0]['microbatches']}"
+        line += f"; {others[0]['layout']}, {rows} is modelled {times:.1f} times faster"
     return line
 
 

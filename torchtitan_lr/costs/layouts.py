@@ -6,6 +6,7 @@ split into pieces of at least `PIECE` tokens. Replicas are none, whole nodes or 
 be. Of micro-batches of 1, 2, 4, … rows a layout has the fastest that fits.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -69,12 +70,14 @@ def _configs(run: Run, hardware: Hardware, splits: bool) -> Iterator[Any]:
     """Yield the configuration of every layout, with one row in a micro-batch."""
     node, rows = hardware.devices_per_node, run.tokens_per_step // run.seq_len
     most = (node, run.args.n_layers, max(1, run.seq_len // PIECE)) if splits else (1, 1, 1)
-    for tp in _divisors(run.world, most[0]):
+    for tp in _divisors(math.gcd(run.world, node), most[0]):
         for pp in _divisors(run.world // tp, most[1]):
             for cp in _divisors(run.world // tp // pp, most[2]):
                 rest = run.world // tp // pp // cp
                 in_a_node = max(1, node // tp // cp)
                 replicas = {1, rest} | ({rest // in_a_node} if rest % in_a_node == 0 else set())
+                if run.config.outer.every:  # another number trains another way
+                    replicas = {run.replicas} if rest % run.replicas == 0 else set()
                 for count in sorted(replicas):
                     local = max(1, rows // rest) if pp > 1 else 1
                     yield _laid_out(run.config, tp, pp, cp, count, rows, local)
@@ -119,7 +122,8 @@ def _fastest(config: Any, world: int, hardware: Hardware) -> Layout:
         for rank in range(run.pp):
             rows = step_traffic(run, rank, rehearsal)
             passes = [row for row in rows if row.pass_ != "optimizer"]
-            traffic.append(passes + run.optimizer.mean_traffic(rank))
+            mean = run.optimizer.mean_traffic(rank) + run.outer.mean_traffic(rank)
+            traffic.append(passes + mean)
         tried.append(Layout(run, step_time(run, traffic, hardware, rehearsal), peak))
         if peak > room:
             break

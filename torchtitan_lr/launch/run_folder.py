@@ -99,8 +99,10 @@ def check_shared(dump_folder: str, signed: str) -> None:
         if found == signed:
             return
         if time.monotonic() > end:
-            want = f"a folder that all machines share: on {socket.gethostname()} it has another "
-            raise ConfigError("job.dump_folder", dump_folder, want + f"{LOCK_FILE} than rank 0's")
+            want = (
+                f"a folder that all machines share, and no other run: {socket.gethostname()} has "
+            )
+            raise ConfigError("job.dump_folder", dump_folder, f"{want}another {LOCK_FILE}")
         time.sleep(0.1)
 
 

@@ -188,6 +188,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.load_only and self._first:
             self._tidy(-1 if start is None else start.step)
         from_first_rank(None)  # no rank saves before the first one is here
+        self._saved_at = time.monotonic()
         return start is not None
 
     def _read(self, start: Start) -> None:
