@@ -67,7 +67,8 @@ class Contact:
 
 def layouts(ranks: int) -> Iterator[tuple[str, list[str]]]:
     """Yield layouts of the debug model that these ranks can have, with their overrides."""
-    degrees = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
+    # Not context parallelism, whose kernels on a GPU have no fp32.
+    degrees = {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
     degrees["replicas"] = "data_parallel_replicate"
     every = {name: f"{P}{key}_degree=1" for name, key in degrees.items()}
     yield f"fsdp {ranks}", [*every.values()]
