@@ -3,7 +3,7 @@
 
 Every layout trains the same rows in a step. Tensor parallelism stays within a node, and a row is
 split into pieces of at least `PIECE` tokens. Replicas are none, whole nodes or as many as there can
-be. Of micro-batches of 1, 2, 4, … rows a layout has the fastest that fits.
+be. A micro-batch has 1, 2, 4, … or 64 rows.
 """
 
 import math
@@ -15,14 +15,12 @@ from typing import Any
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import rank_memory
-from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.rehearsal import Passes, Rehearsal, rehearse_run
+from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
 from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.errors import ConfigError
 
 PIECE = 1024  # tokens of a row on a context-parallel rank: fewer make thin products
-LARGEST = 64  # rows of a micro-batch
 GIB = 2**30
 
 
@@ -104,85 +102,40 @@ def _laid_out(config: Any, tp: int, pp: int, cp: int, replicas: int, rows: int, 
 
 
 def _fastest(config: Any, world: int, hardware: Hardware) -> Layout:
-    """Return the layout with its fastest micro-batch that fits, or with one row where none does."""
-    tried: list[Layout] = []
-    room = hardware.memory_gib * GIB
+    """Return the layout with its fastest micro-batch that fits, or with one row where none does.
+
+    The largest that fits has the largest products. In a pipeline it leaves the ranks idle longer,
+    so that half of it is tried too.
+    """
     smallest = read_run(config, world)
-    rehearsals = _Rehearsals(smallest)
     # Rows of a data-parallel rank in a step, of which a micro-batch has a divisor.
     own = config.training.global_batch_size * smallest.cp // (smallest.shard * smallest.replicas)
-    batch = 1
-    while batch <= LARGEST and own % batch == 0:
-        run = read_run(_with_batch(config, batch), world)
-        rehearsal = rehearsals.of(batch)
-        peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in _ends(run))
-        if peak > room and tried:
+    batches = [batch for batch in (64, 32, 16, 8, 4, 2, 1) if own % batch == 0]
+    fitting: list[Layout] = []
+    for batch in batches:
+        layout = _with_batch(config, batch, world, hardware)
+        if layout.peak <= hardware.memory_gib * GIB or batch == 1:
+            fitting.append(layout)
+        if len(fitting) == min(smallest.pp, 2):
             break
-        traffic = []
-        for rank in range(run.pp):
-            rows = step_traffic(run, rank, rehearsal)
-            passes = [row for row in rows if row.pass_ != "optimizer"]
-            mean = run.optimizer.mean_traffic(rank) + run.outer.mean_traffic(rank)
-            traffic.append(passes + mean)
-        tried.append(Layout(run, step_time(run, traffic, hardware, rehearsal), peak))
-        if peak > room:
-            break
-        batch *= 2
-    return min(tried, key=lambda layout: layout.time.total)
+    return min(fitting, key=lambda layout: layout.time.total)
 
 
-def _ends(run: Run) -> set[int]:
-    """Return the pipeline ranks that may need most: the first keeps most, the last has the head."""
-    return {0, run.pp - 1}
-
-
-def _with_batch(config: Any, batch: int) -> Any:
+def _with_batch(config: Any, batch: int, world: int, hardware: Hardware) -> Layout:
+    """Model a layout with a number of rows in a micro-batch."""
     if config.parallelism.pipeline_parallel_degree > 1:
         section = replace(config.parallelism, pipeline_parallel_microbatch_size=batch)
-        return replace(config, parallelism=section)
-    return replace(config, training=replace(config.training, local_batch_size=batch))
-
-
-class _Rehearsals:
-    """The rehearsals of one layout by rows of a micro-batch.
-
-    Two are run. Bytes, FLOPs and kernels are affine in the rows, so that they give all others.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.rows = max(1, 4096 // run.seq_len)  # of the first; the second has twice as many
-        self.run = run
-
-    def of(self, batch: int) -> Rehearsal:
-        one, two = (self._rehearsed(n) for n in (self.rows, 2 * self.rows))
-        return _extended(one, two, batch / self.rows - 1)
-
-    def _rehearsed(self, batch: int) -> Rehearsal:
-        run = replace(self.run)
-        run.microbatch = batch
-        return rehearse_run(run)
-
-
-def _extended(one: Rehearsal, two: Rehearsal, share: float) -> Rehearsal:
-    """Return what lies at a share of the way from one rehearsal to another, or beyond."""
-
-    def mean(a: Passes, b: Passes) -> Passes:
-        return [x.plus(x, -share).plus(y, share) for x, y in zip(a, b, strict=True)]
-
-    def between(a: float, b: float) -> float:
-        return a + share * (b - a)
-
-    def rows(a: list[Traffic], b: list[Traffic]) -> list[Traffic]:
-        pairs = zip(a, b, strict=True)
-        return [replace(x, elements=round(between(x.elements, y.elements))) for x, y in pairs]
-
-    return replace(
-        one,
-        block=between(one.block, two.block),
-        ends=round(between(one.ends, two.ends)),
-        working=round(max(0.0, between(one.working, two.working))),
-        block_work=mean(one.block_work, two.block_work),
-        ends_work=mean(one.ends_work, two.ends_work),
-        sent_again=rows(one.sent_again, two.sent_again),
-        sent_again_in_halves=rows(one.sent_again_in_halves, two.sent_again_in_halves),
-    )
+        config = replace(config, parallelism=section)
+    else:
+        config = replace(config, training=replace(config.training, local_batch_size=batch))
+    run = read_run(config, world)
+    rehearsal = rehearse_run(run)
+    # The first stage keeps most micro-batches, the last has the head.
+    peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in {0, run.pp - 1})
+    traffic = []
+    for rank in range(run.pp):
+        rows = step_traffic(run, rank, rehearsal)
+        passes = [row for row in rows if row.pass_ != "optimizer"]
+        mean = run.optimizer.mean_traffic(rank) + run.outer.mean_traffic(rank)
+        traffic.append(passes + mean)
+    return Layout(run, step_time(run, traffic, hardware, rehearsal), peak)
