@@ -4,11 +4,14 @@
 import pytest
 import torch
 
+from tests.commands import ROOT
 from tests.support.run_folders import export, write_run
 from tests.unit.hf.hf_models import load, model_of
 from torchtitan_lr.hf.export import export_hf
 
 IDS = torch.arange(24).view(2, 12) * 7 % 90
+PADDED = torch.ones(2, 12, dtype=torch.long)
+PADDED[1, :4] = 0
 EARLIER = torch.tril(torch.ones(12, 12, dtype=torch.bool))[None, None]
 PACKED = {"position_ids": torch.cat((torch.arange(5), torch.arange(7)))[None], "use_cache": False}
 
@@ -26,15 +29,20 @@ def after_seven(model):
 
 
 GIVEN = {
+    "`attention_mask` (b, s) with padding": {"attention_mask": PADDED},
     "`attention_mask` (b, 1, s, s) of bool": {"attention_mask": EARLIER.expand(2, 1, 12, 12)},
     "`position_ids` that restart, with `use_cache=False`": PACKED,
     "`inputs_embeds`": embedded,
+    "`inputs_embeds` and `input_ids`": lambda model: embedded(model) | {"input_ids": IDS},
     "a cache of earlier tokens": after_seven,
     "`labels` and `num_items_in_batch`": {"labels": IDS, "num_items_in_batch": 3},
+    "`labels` and `shift_labels`": {"labels": IDS, "shift_labels": IDS.roll(-1, 1)},
+    "`logits_to_keep`, a number": {"logits_to_keep": 2},
     "`logits_to_keep`, a tensor": {"logits_to_keep": torch.tensor([0, 3])},
     "`output_hidden_states`": {"output_hidden_states": True},
     '`output_attentions` with `attn_implementation="eager"`': {"output_attentions": True},
     "`return_dict=False`": {"return_dict": False},
+    "`is_causal=False`": {"is_causal": False},
     "another keyword": {"nonsense": 1},
 }
 
@@ -91,7 +99,9 @@ def test_without_its_code_it_is_refused_and_not_drawn_anew(both):
 
 
 def test_it_takes_what_llama_takes(both):
+    page = (ROOT / "docs/use_a_model.md").read_text()
     for label, given in GIVEN.items():
+        assert f"| {label} |" in page
         (wanted, theirs), (found, ours) = (answer(model, given) for model in both)
         assert found == wanted and len(ours) == len(theirs), label
         for one, other in zip(ours, theirs, strict=True):
