@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Continue text with the model of a training checkpoint.
 
-A prompt is continued on the terminal as it is generated, or with --json in a line of its own:
+A prompt is continued on the terminal as it is generated, or with --json in a line of its own, as
+each prompt of a file is (--prompts, one per line, or .jsonl with the key prompt):
 
     torchtitan-lr generate outputs/debug_cola --prompt "def main("
 
@@ -15,10 +16,12 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.errors import escaped, require
+from torchtitan_lr.config.files import parse_json, read_regular
+from torchtitan_lr.errors import ConfigError, DataError, escaped, require
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -27,6 +30,7 @@ def add_arguments(parser: OneLineParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     text = "text to continue; may be repeated"
     source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
+    source.add_argument("--prompts", type=Path, help="file: one per line, or .jsonl; - is stdin")
     source.add_argument("--chat", action="store_true", help="answer line after line")
     most = "at most; default: 100, or what the window leaves"
     parser.add_argument("--max_new_tokens", type=int, help=most)
@@ -47,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     require(0 < args.top_p <= 1, "--top_p", args.top_p, "a number in (0, 1]")
     fits = args.max_new_tokens is None or args.max_new_tokens > 0
     require(fits, "--max_new_tokens", args.max_new_tokens, "a number of tokens")
+    prompts = args.prompt if args.prompts is None else read_prompts(args.prompts)
+    as_json = args.json or args.prompts is not None
     for prompt in args.prompt:
         _check_text("--prompt", prompt)
     from torchtitan_lr.config.build import import_extension
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     stops = [*filter(None, args.stop)]
     settings = generation.Settings(args.temperature, args.top_k, args.top_p, stops)
     rows: list[tuple[str, list[int], int]] = []
-    for prompt in args.prompt:
+    for prompt in prompts:
         ids = tokenizer.encode(prompt, add_bos=True, special=True)
         most = generation.max_new_tokens(window, len(ids), wanted=args.max_new_tokens)
         limit = args.max_new_tokens or min(generation.USUAL_NEW_TOKENS, most)
@@ -70,14 +76,41 @@ def run(args: argparse.Namespace) -> int:
     if args.chat:
         limit = args.max_new_tokens or generation.USUAL_NEW_TOKENS
         converse(model, tokenizer, window, limit, settings, args.seed)
-    write = (lambda piece: None) if args.json else _print
+    write = (lambda piece: None) if as_json else _print
     for number, (prompt, ids, limit) in enumerate(rows):
         write(prompt)
         seed = args.seed + number
         found = generation.continue_ids(model, tokenizer, ids, limit, settings, seed, write)
         row = {"prompt": prompt} | dataclasses.asdict(found) | {"text": prompt + found.text}
-        print(json.dumps(row) if args.json else "", flush=True)
+        print(json.dumps(row) if as_json else "", flush=True)
     return 0
+
+
+def read_prompts(source: Path) -> list[str]:
+    """Read one prompt per line, of ``.jsonl`` its key ``prompt``.
+
+    The path ``-`` is stdin, where a line that begins with ``{`` is JSON.
+    """
+    try:
+        piped = str(source) == "-"
+        text = sys.stdin.read() if piped else read_regular(source).decode("utf-8")
+        text = text.removeprefix("\ufeff")  # editors on Windows write it in front
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
+    prompts = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        is_json = source.suffix == ".jsonl" or (piped and line.startswith("{"))
+        try:
+            prompt = parse_json(line)["prompt"] if is_json else line.removesuffix("\r")
+            prompt.encode()  # JSON can have halves of surrogate pairs
+        except (ValueError, KeyError, AttributeError) as error:
+            want = 'text in UTF-8, or a line such as {"prompt": "text"}'
+            raise DataError("--prompts", f"{source}:{number}", want) from error
+        prompts.append(prompt)
+    require(prompts, "--prompts", str(source), "at least one line that is not empty")
+    return prompts
 
 
 def _check_text(key: str, text: str) -> None:

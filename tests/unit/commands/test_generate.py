@@ -10,6 +10,8 @@ from tests.commands import ROOT, Command
 from tests.support.run_folders import loaded, rewrite_record, run_record, write_run
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checkpoints.saving import write_record
+from torchtitan_lr.commands import generate
+from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.hf.generation import Settings, _Text
 from torchtitan_lr.training.loading import find_step
 
@@ -176,3 +178,19 @@ def test_pieces_make_up_the_text(tmp_path):
         said, found = pieces(tokenizer, ids, ["never", stop])
         assert "".join(said) == found.text == TEXT[: TEXT.index(stop)]
         assert found.end == "stop_string"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", "def a(\nimport os\n"),
+        ("a.txt", "\ufeffdef a(\r\nimport os\r\n\r\n"),
+        ("a.jsonl", '\ufeff{"prompt": "def a("}\r\n{"prompt": "import os"}\r\n'),
+    ],
+)
+def test_a_file_of_prompts_from_any_editor(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content.encode())
+    assert generate.read_prompts(tmp_path / name) == ["def a(", "import os"]
+    (tmp_path / name).write_text('{"prompt": "lone \\ud83d"}' if name == "a.jsonl" else "\n")
+    with pytest.raises((ConfigError, DataError), match="--prompts"):
+        generate.read_prompts(tmp_path / name)
