@@ -111,11 +111,14 @@ def unfinished(out: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
+        if [*out.iterdir()] != [aside]:
+            raise FileExistsError(errno.EEXIST, "another command has written there", str(out))
     except BaseException:
-        shutil.rmtree(out if is_new else aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # it holds what another command has written
+                out.rmdir()
         raise
-    if [*out.iterdir()] != [aside]:
-        raise FileExistsError(errno.EEXIST, "another command has written there", str(out))
     # `out` stays the folder that it is: it may be a mount point or the working directory.
     for written in aside.iterdir():
         written.rename(out / written.name)

@@ -282,9 +282,10 @@ class Sweep:
         self._write()
 
     def _why(self, folder: Path, status: int) -> str:
-        """Return why a run failed: by its record, or its last words if it was refused."""
-        if record := run_folder.read_state(folder):
-            return str(record["error"])
+        """Return why a run failed: by its record, or its last words if that does not say it."""
+        record = run_folder.read_state(folder) or {}  # a killed launcher writes no error
+        if error := record.get("error"):
+            return str(error)
         words = (folder / _ERRORS_FILE).read_text(errors="replace").strip().splitlines()
         return words[-1] if words else f"it ended with status {status}"
 

@@ -34,6 +34,11 @@ def test_a_command_writes_all_or_nothing(exists, tmp_path):
         (place / "a").touch()
         raise KeyboardInterrupt
     assert is_free(out) and out.exists() == exists and os.listdir(tmp_path) == ["out"] * exists
+    with pytest.raises(FileExistsError), unfinished(out) as place:
+        (place / "a").touch()
+        (out / "another's").touch()
+    assert os.listdir(out) == ["another's"]
+    (out / "another's").unlink()
     with unfinished(out) as place:
         (place / "folder").mkdir()
         (place / "folder/a").write_text("whole")

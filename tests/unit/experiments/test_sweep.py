@@ -12,6 +12,7 @@ import pytest
 from tests.commands import Command
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments.sweep import Point, Sweep, parse_grid, points_of
+from torchtitan_lr.launch.run_folder import write_state
 
 sweep = Command("sweep")
 
@@ -143,3 +144,19 @@ def test_refusals(monkeypatch, tmp_path, capsys, arguments, expected):
     monkeypatch.setenv("NGPU", "4")
     status, _, err = sweep.ask(capsys, f"--out={tmp_path}", CONFIG, *arguments)
     assert status == 2 and expected in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "said", "why"),
+    [
+        ("failed", "no luck", "error: rank 1 failed\nmore", "no luck"),
+        ("running", "", "first\nKilled\n", "Killed"),  # its launcher was
+        (None, "", "error: NGPU: got '0'", "error: NGPU: got '0'"),  # refused
+        (None, "", "", "it ended with status 9"),
+    ],
+)
+def test_why_a_point_failed(state, error, said, why, tmp_path):
+    (tmp_path / "stderr.log").write_text(said)
+    if state:
+        write_state(tmp_path, state, error)
+    assert Sweep(tmp_path, [])._why(tmp_path, 9) == why
