@@ -38,7 +38,14 @@ from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 from torchtitan_lr.launch import run_folder
 from torchtitan_lr.launch.placement import gpu_count, launched_ranks
-from torchtitan_lr.launch.run_folder import HELD_VARIABLE, check_ours, is_held, locked, taken
+from torchtitan_lr.launch.run_folder import (
+    HELD_VARIABLE,
+    check_ours,
+    check_shared,
+    is_held,
+    locked,
+    taken,
+)
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -73,22 +80,34 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     def check() -> str:
         if is_held(folder):  # what a check would find changes while that job trains
             raise taken(folder)
-        check_job_config(config, ranks, device_type)
+        check_job_config(config, ranks, device_type, data="find")
         return until.enter_context(locked(folder))  # here, so that all ranks hear of a refusal
 
-    return config, checked_once(check, partial(prepare_for_ranks, config))
+    def prepare(signed: str) -> dict[str, str]:
+        check_shared(folder, signed)
+        return prepare_for_ranks(config)
+
+    def check_tokens() -> None:
+        check_job_config(config, ranks, device_type, data="prepared")
+
+    return config, checked_once(check, prepare, check_tokens)
 
 
 _stores: list[Any] = []  # on rank 0 the store's server lives with the object, and others read late
 
 
-def checked_once(check: Callable[[], str], prepare: Callable[[], dict[str, str]]) -> str:
+def checked_once(
+    check: Callable[[], str],
+    prepare: Callable[[str], dict[str, str]],
+    check_tokens: Callable[[], None],
+) -> str:
     """Check a run in one process, prepare it in one of each machine, raise refusals in all.
 
     On one machine the launcher has done it. On several, and below plain torchrun, rank 0 does: a
     thousand ranks would read the corpus and the checkpoint at the same moment. Then one rank of
-    each machine finds the prepared tokens there, or prepares them: machines need not share a
-    folder. `check` returns the signature in the folder's lock, and `prepare` environment variables.
+    each machine finds the prepared tokens there, or prepares them, all machines at once: only the
+    dump folder is shared. `check` returns the signature in its lock, and `prepare`, called with
+    that, environment variables.
     """
     if HELD_VARIABLE in os.environ:
         return os.environ[HELD_VARIABLE]
@@ -98,7 +117,9 @@ def checked_once(check: Callable[[], str], prepare: Callable[[], dict[str, str]]
     signed = done_by_first(store, key, rank == 0, ranks, check)
     machine = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
     local, here = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    os.environ.update(done_by_first(store, f"{key}/{machine}", local == 0, here, prepare))
+    prepared = done_by_first(store, f"{key}/{machine}", local == 0, here, partial(prepare, signed))
+    os.environ.update(prepared)
+    done_by_first(store, f"{key}/tokens", rank == 0, ranks, check_tokens)
     return signed
 
 

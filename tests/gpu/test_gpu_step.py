@@ -52,8 +52,8 @@ def by_trainer(
 
     decide = trainer_module.decide
 
-    def remembered(loss: Tensor, *others: Any) -> Any:
-        verdict = decide(loss, *others)
+    def remembered(loss: Tensor, *others: Any, **named: Any) -> Any:
+        verdict = decide(loss, *others, **named)
         found.update(loss=loss.cpu(), norm=verdict.norm.cpu())
         return verdict
 

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from tests.integration.runs import ROOT, run
+from tests.integration.runs import ROOT
 
 PYPROJECT = """
 [build-system]
@@ -156,14 +156,3 @@ def test_an_environment_is_made_once(project):
     assert status == 1
     assert "error: torch 2.16.0 is installed, and torch>=2.11,<2.16 is required" in out
     assert project.version("torch") == "2.16.0"
-
-
-def test_slurm_finds_the_options_of_a_script_that_is_bash():
-    script = ROOT / "scripts/slurm/train.sbatch"
-    done = run(["bash", "-n", script])
-    assert (done.status, done.err) == (0, "")
-    lines = script.read_text().splitlines()
-    # Slurm reads its options up to the first command.
-    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    options = [line for line in lines if line.startswith("#SBATCH ")]
-    assert options and all(lines.index(line) < first for line in options)

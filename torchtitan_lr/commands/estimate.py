@@ -6,6 +6,7 @@
     torchtitan-lr estimate CONFIG --hardware h200 --json [--section.key=value ...]
     torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
     torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
+    torchtitan-lr estimate boost_7b --world 32 --layouts
 
 Prints parameters, FLOPs per token, the memory of the rank that needs most, the bytes that a rank
 passes to its collectives per step, and a modelled step time. One CONFIG stands beside its model on
@@ -27,7 +28,7 @@ from pathlib import Path
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.config.parse import load_toml
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.errors import require
+from torchtitan_lr.errors import ConfigError, require
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -39,6 +40,8 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--hardware", default="h100", help="a shipped machine, or a TOML file")
     plans = "of one CONFIG: some of full, vanilla, vanilla_replicated, btp, or of your own"
     parser.add_argument("--plans", default="full,vanilla,btp", help=plans)
+    layouts = "of one CONFIG: all layouts, the fastest first"
+    parser.add_argument("--layouts", action="store_true", help=layouts)
     parser.add_shared("--json")
 
 
@@ -55,9 +58,22 @@ def run(args: argparse.Namespace) -> int:
 
     hardware = load_hardware(args.hardware)
     # Late: wrong files and numbers are reported without torch.
-    from torchtitan_lr.commands.estimate_report import as_text, estimate, read_runs
+    from torchtitan_lr.commands import estimate_layouts, estimate_report
 
     paths = dict(zip(names, args.configs, strict=True))
-    report = estimate(read_runs(paths, args.world, args.plans, args.overrides), hardware)
-    print(json.dumps(report, indent=2) if args.json else as_text(report, hardware))
+    if args.layouts:
+        require(len(names) == 1, "--layouts", " ".join(args.configs), "one CONFIG")
+        first = estimate_report.read_first(args.configs[0], args.world, args.overrides)
+        found = estimate_layouts.report_layouts(first, hardware)
+        print(json.dumps(found, indent=2) if args.json else estimate_layouts.as_text(found))
+        return 0
+    runs = estimate_report.read_runs(paths, args.world, args.plans, args.overrides)
+    report = estimate_report.estimate(runs, hardware)
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    print(estimate_report.as_text(report, hardware))
+    own = next(iter(runs.values()))
+    assert not isinstance(own, ConfigError)  # only alternatives are refused
+    print(estimate_layouts.in_one_line(own, report, hardware))
     return 0

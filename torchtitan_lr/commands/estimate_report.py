@@ -14,7 +14,7 @@ from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
 from torchtitan_lr.costs.rehearsal import rehearse_run
-from torchtitan_lr.costs.step_time import step_time
+from torchtitan_lr.costs.step_time import communication_seconds, step_time
 from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.launch.placement import fit
@@ -37,19 +37,24 @@ def read_runs(
     """Read the runs to compare, fitted to their ranks as in training, and check them."""
     runs: dict[str, Run | ConfigError] = {}
     for name, path in configs.items():
-        arguments = [f"--job.config_file={path}", *overrides]
-        config = build_job_config(arguments)
-        ranks = least_ranks(vars(config.parallelism)) if world is None else world
-        if fitted := fit(config, arguments, ranks):
-            config = build_job_config([*arguments, *fitted])
-        check_job_config(config, ranks, "cuda", on_paper=True)
-        runs[name] = first = read_run(config, ranks)
+        runs[name] = first = read_first(path, world, overrides)
     if len(runs) > 1:
         return runs
     names, known = plans.split(","), [FULL_RANK, *PLANS]
     for plan in names:
         require(plan in known, "--plans", plan, one_of(known, plan))
     return {"as configured": first, **dict(alternatives(first, names))}
+
+
+def read_first(path: str, world: int | None, overrides: Sequence[str]) -> Run:
+    """Read and check one run, see `read_runs`."""
+    arguments = [f"--job.config_file={path}", *overrides]
+    config = build_job_config(arguments)
+    ranks = least_ranks(vars(config.parallelism)) if world is None else world
+    if fitted := fit(config, arguments, ranks):
+        config = build_job_config([*arguments, *fitted])
+    check_job_config(config, ranks, "cuda", on_paper=True)
+    return read_run(config, ranks)
 
 
 def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | ConfigError]]:
@@ -114,7 +119,8 @@ def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
     for pp_rank in range(run.pp):
         rows = step_traffic(run, pp_rank, rehearsal)
         passes = [row for row in rows if row.pass_ != "optimizer"]
-        averaged.append(passes + run.optimizer.mean_traffic(pp_rank))
+        mean = run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
+        averaged.append(passes + mean)
         ranks.append(
             {
                 "rank": pp_rank,
@@ -142,11 +148,16 @@ def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
     kinds: dict[str, dict[str, int]] = {}
-    for kind, rows in run.optimizer.kinds_of_steps(busiest["rank"]).items():
+    seconds: dict[str, float] = {}
+    of_steps = run.optimizer.kinds_of_steps(busiest["rank"])
+    for kind, rows in (of_steps | run.outer.kinds_of_steps(busiest["rank"])).items():
         by_wire = {wire: bytes_by_dim(rows, with_wire(run, wire).wire_dtypes) for wire in WIRES}
-        kinds[kind] = {wire: _total(sizes) for wire, sizes in by_wire.items()}
+        kinds[kind] = {wire: _total(sent) for wire, sent in by_wire.items()}
+        took = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
+        seconds[kind] = sum(took.values())
     if kinds:
-        report["kinds_of_steps"] = {"name": run.entry.name, "bytes": kinds}
+        what = {"name": run.entry.name, "bytes": kinds, "seconds": seconds}
+        report["kinds_of_steps"] = what
     if run.entry.cost is None:
         report["own_optimizer"] = run.entry.name
     if run.pp > 1:
@@ -176,7 +187,8 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
     kinds = report.get("kinds_of_steps", {"bytes": {}})
     for kind, by_wire in kinds["bytes"].items():
         sizes = [f"{size / GIB:,.3f} in {wire}" for wire, size in by_wire.items()]
-        lines.append(f"{kinds['name']}, {kind} step (GiB): {', '.join(sizes)}")
+        took = f"{kinds['seconds'][kind]:.4g} s (modelled)"
+        lines.append(f"{kinds['name']}, {kind} step (GiB): {', '.join(sizes)}; {took}")
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     for name, column in columns.items():
         if own := column.get("own_optimizer"):

@@ -27,6 +27,7 @@ CONFIG is a TOML file or the name of a shipped one; `torchtitan-lr config list` 
 
 COMMANDS = {
     "train": "train",
+    "check": "check",
     "estimate": "estimate",
     "sweep": "sweep",
     "scaling": "scaling",

@@ -79,6 +79,8 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     config, ranks = placed.config, placed.environment.ranks
     degree = config.parallelism.pipeline_parallel_degree
     require(degree == 1, "parallelism.pipeline_parallel_degree", degree, "1 for this command")
+    outer, want = config.outer.every, "0 for this command, which counts a step without an exchange"
+    require(outer == 0, "outer.every", outer, want)
     run = read_run(config, ranks)
     # Only the compiler knows what its own mode repeats.
     known = run.tp == 1 or run.checkpointing in EAGER_MODES

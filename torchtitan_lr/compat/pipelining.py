@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Private parts of torch's pipeline schedules; tested with torch 2.11, 2.13 and 2.15."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -63,6 +64,25 @@ class PipelineStage(TorchStage):
         def _get_init_p2p_neighbors_ops(self) -> list[Any]:
             mine = dist.get_rank()
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
+
+
+@contextmanager
+def without_vote() -> Iterator[None]:
+    """Let a schedule take its stages' shapes as given, as if all ranks had voted for that."""
+    # Before the first step ranks vote whether shapes are known, and read the result, which a rank
+    # without others and data cannot. Replaces ``_warmup_p2p`` of torch 2.13; older ones do not
+    # vote. If upstream renames it, a rehearsal of a pipeline fails at the read.
+    if not hasattr(_PipelineSchedule, "_warmup_p2p"):
+        yield
+        return
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    def agreed(schedule: Any, stages: list[Any], *unused: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with patch.object(_PipelineSchedule, "_warmup_p2p", agreed):
+        yield
 
 
 def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:

@@ -109,6 +109,7 @@ _OF_SECTIONS = {
     **dict.fromkeys(("training", "optimizer", "lr_scheduler", "grad_compression"), APPLIED),
     # With a ``global_batch_size`` it changes no more than a result's last digits.
     "parallelism": APPLIED,
+    "outer": APPLIED,
 }
 """The meaning of a key that has none beside it, by section; in all others it is free."""
 
@@ -530,6 +531,39 @@ class GradCompression:
     """Tensors with fewer entries are sent dense, in the same call as the sketches."""
 
 
+_BITS = Range(lambda bits: bits in (32, 16, 8, 4, 2), "32, 16, 8, 4 or 2")
+
+
+@dataclass
+class Outer:
+    """The section ``[outer]``: replicas that train apart between rare messages (DiLoCo, MuLoCo)."""
+
+    every: Annotated[int, NATURAL, OPTIMIZER] = 0
+    """Steps between two exchanges of ``data_parallel_replicate_degree`` replicas, which send one
+    another nothing else: what they have changed since, averaged, is the gradient of SGD. One
+    replica takes these steps too, without messages. 0 turns them off."""
+
+    lr: Annotated[float, POSITIVE] = 0.7
+    """Learning rate of the outer SGD; 1 without momentum averages the replicas' weights."""
+
+    momentum: Annotated[float, DECAY] = 0.8
+    """Momentum of the outer SGD: 0.8 to 0.9 with AdamW inside, 0.6 with Muon (MuLoCo)."""
+
+    nesterov: bool = True
+    """Use Nesterov's form of the momentum."""
+
+    bits: Annotated[int, _BITS] = 32
+    """Bits per number of a message: 32 sends the parameters' dtype, others whole multiples of one
+    scale per 128 numbers."""
+
+    feedback: bool = True
+    """With fewer than 32 bits: add what rounding has left out to the replica's next message."""
+
+    fragments: Annotated[int, at_least(1, "a positive integer")] = 1
+    """Parts of the model, of consecutive layers, that are exchanged in turns: each every ``every``
+    steps, all of them after the last step."""
+
+
 @dataclass
 class ActivationCheckpoint:
     """Additions to torchtitan's ``[activation_checkpoint]``."""
@@ -565,6 +599,13 @@ class Checkpoint:
 
     last_save_model_only: bool = False
     """Save only the model at the last step. Such a checkpoint cannot be resumed."""
+
+    minutes: Annotated[float, FINITE] = 10.0
+    """Save too when the last save is so long ago; 0 saves by ``interval`` alone. Where a save takes
+    more than a twentieth of this time, it waits for twenty times as long as the save took."""
+
+    keep_every: Annotated[int, NATURAL] = 0
+    """Steps whose number this divides are kept beside the ``keep_latest_k``; 0 keeps none."""
 
 
 @dataclass
@@ -636,6 +677,7 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     caat: Caat = field(default_factory=Caat)
     grad_compression: GradCompression = field(default_factory=GradCompression)
+    outer: Outer = field(default_factory=Outer)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

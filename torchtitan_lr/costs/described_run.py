@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.compression.settings import CompressionSettings, compression_settings
 from torchtitan_lr.costs.hardware import MeshDim
-from torchtitan_lr.costs.optimizer_costs import NamedShapes, OptimizerCost, Shape
+from torchtitan_lr.costs.optimizer_costs import NamedShapes, OptimizerCost, OuterCost, Shape
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
@@ -109,7 +109,7 @@ class Run:
         wide = ("statistic", "loss", "core", "sketch", "gram", "momentum")
         roles |= dict.fromkeys(wide, "float32") | dict.fromkeys(("gradient", "replicas"), reduced)
         roles["stored"] = reduced if reduced == "bfloat16" else training.dtype
-        return roles | {"checksum": "int64", "index": "uint8"}
+        return roles | {"checksum": "int64", "index": "uint8", "outer": training.dtype}
 
     @property
     def reshards(self) -> bool:
@@ -137,6 +137,11 @@ class Run:
         """What the optimizer sends, holds and computes; AdamW's of one that does not say it."""
         cost: OptimizerCost = imported(self.entry.cost or OptimizerCost)(self)
         return cost
+
+    @cached_property
+    def outer(self) -> OuterCost:
+        """What outer steps send and hold."""
+        return OuterCost(self)
 
     @cached_property
     def global_shapes(self) -> dict[str, Shape]:

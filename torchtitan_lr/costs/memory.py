@@ -16,7 +16,7 @@ def static_memory(run: Run, pp_rank: int, shard_rank: int = 0) -> dict[str, int]
     """Return the bytes that a rank holds during the whole run, exactly, without buffers."""
     pieces = run.pieces_of(pp_rank, shard_rank)
     weights = run.precision.parameter * elements(pieces)
-    state = run.optimizer.state_bytes(pieces)
+    state = run.optimizer.state_bytes(pieces) + run.outer.state_bytes(pieces)
     return {"weights": weights, "gradients": weights, "optimizer": state}
 
 
@@ -33,6 +33,9 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     begins = parts["activations"] + parts["working"]
     ends = parts["gradients"] + round(rehearsal.block)
     moving = parts["gradients"] + begins if run.rounds > 1 else max(begins, ends)
+    if run.outer.every:  # an exchange comes after backward
+        exchange = run.outer.exchange_bytes(run.pieces_of(pp_rank))
+        moving = max(moving, parts["gradients"] + exchange)
     standing = parts["weights"] + parts["optimizer"] + parts["buffers"]
     return parts | {"peak": standing + moving}
 
@@ -103,6 +106,9 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     """Return the bytes of a checkpoint of all ranks together by part; each tensor is in it once."""
     weights = run.precision.parameter * elements(run.global_shapes)
     parts = {"weights": weights, "optimizer": run.optimizer.state_bytes(run.global_shapes)}
+    if run.outer.every:  # a momentum; and of each replica states, weights and a residual
+        own = parts["optimizer"] + (run.outer.copies - 1) * weights
+        parts["optimizer"] = weights + run.replicas * own
     if run.compresses:
         parts["residuals"] = _residual_bytes(run) * run.world
     return parts

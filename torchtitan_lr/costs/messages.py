@@ -16,12 +16,14 @@ Pass = Literal["forward", "backward", "optimizer"]
 class Traffic:
     """Equal collectives of one part of the model, in one micro-batch."""
 
-    scope: str  # ``block i``, ``embedding``, ``head`` (with the loss), ``step``, ``optimizer``
+    # ``block i``, ``embedding``, ``head`` (with the loss), ``step``, ``optimizer``, ``outer``
+    scope: str
     pass_: Pass
     op: str  # ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``
     # The kind of tensor, which determines the dtype: ``activation`` (or its gradient), at least
     # fp32 ``statistic`` and ``loss``, ``parameter``, ``gradient``, a codec's ``index``; TSR-Adam's
-    # ``core``, ``sketch`` and ``checksum``; a spectral optimizer's ``gram`` and ``momentum``
+    # ``core``, ``sketch`` and ``checksum``; a spectral optimizer's ``gram`` and ``momentum``;
+    # an exchange's ``outer``
     role: str
     calls: int
     elements: int  # elements of all calls together

@@ -23,6 +23,8 @@ from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.messages import Traffic, merge, sent_bytes
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.errors import require
+from torchtitan_lr.ledger.ledger import OUTER
+from torchtitan_lr.optim.outer import coded_bytes, layer_fragments
 from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 
@@ -94,6 +96,62 @@ class OptimizerCost:
     def model_flops(self) -> float:
         """Return the FLOPs of products that grow with the model alone, each once."""
         return 0.0
+
+
+class OuterCost:
+    """What outer steps send and hold beside the optimizer inside: nothing if there are none."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.section = run, run.config.outer
+        self.every = 0 if run.baseline else self.section.every
+        self.rounds = self.section.bits < 32
+        # What is held of each parameter: common weights, momentum and a residual.
+        self.copies = 2 + (self.rounds and self.section.feedback) if self.every else 0
+
+    def exchanges(self, pp_rank: int) -> list[Traffic]:
+        """Return what a rank sends for each fragment that it has a part of."""
+        pieces = self.run.pieces_of(pp_rank) if self.every and self.run.replicas > 1 else {}
+        fragments = layer_fragments(pieces, self.run.args.n_layers, self.section.fragments)
+        sizes = Counter[int]()
+        for name, piece in pieces.items():
+            sizes[fragments[name]] += prod(piece)
+        op, role, rows = "all_reduce", "outer", []
+        for entries in sizes.values():
+            if self.rounds:
+                op, role = "all_gather", "index"
+                entries = self.run.replicas * coded_bytes(entries, self.section.bits)
+            rows.append(Traffic(OUTER, "optimizer", op, role, 1, entries, "dp_replicate"))
+        return rows
+
+    def mean_traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what it sends in an average step, rounded."""
+        every, rows = self.every, merge(self.exchanges(pp_rank))
+        return [
+            replace(row, calls=round(row.calls / every), elements=round(row.elements / every))
+            for row in rows
+        ]
+
+    def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
+        """Return what steps without and with an exchange of a fragment send, and average ones."""
+        rows, ordinary = self.exchanges(pp_rank), self.run.optimizer.traffic(pp_rank)
+        if not rows:
+            return {}
+        exchange = [*ordinary, max(rows, key=lambda row: row.elements)]
+        average = ordinary + self.mean_traffic(pp_rank)
+        return {"ordinary": ordinary, "exchange": exchange, "average": average}
+
+    def state_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of common weights, momentum and residual of a rank's pieces."""
+        return self.copies * self.run.precision.parameter * sum(map(prod, pieces.values()))
+
+    def exchange_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of changes, sums and messages of all fragments, as after a last step."""
+        entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
+        if not self.rounds:
+            return 2 * size * entries
+        # Its own, those of all, and the one that is decoded.
+        messages = (2 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        return (2 * size + 4 + 2) * entries + messages
 
 
 class MatrixCost(OptimizerCost):

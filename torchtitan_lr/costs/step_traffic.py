@@ -116,7 +116,7 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
             codec = run.compression.codec
             for op, role, size in exchange_traffic(exchanges[name], codec, run.replicas > 1):
                 rows.append(backward(op, [size], role, scope, crossed))
-        elif run.replicas > 1 and not run.entry.sums_replicas:
+        elif run.replicas > 1 and not (run.entry.sums_replicas or run.outer.every):
             rows.append(backward("all_reduce", [piece], "gradient", scope, "dp_replicate"))
     return merge(rows)
 
@@ -150,8 +150,9 @@ def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
 
     Cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
-    roles = ("gradient", "index", "core", "sketch")
-    optimizer = [row for row in run.optimizer.mean_traffic(pp_rank) if row.mesh_dim != "tp"]
+    roles = ("gradient", "index", "core", "sketch", "outer")
+    optimizer = run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
+    optimizer = [row for row in optimizer if row.mesh_dim != "tp"]
     rounds = not run.compresses or run.compression.codec.can_round
     found = {}
     for wire in WIRES if rounds else ("float32",):

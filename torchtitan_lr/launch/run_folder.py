@@ -29,6 +29,8 @@ from torchtitan_lr.errors import ConfigError, require
 
 LOCK_FILE = "run.lock"
 
+_SEEN_SECONDS = 60.0  # until a network's file system shows what another machine wrote
+
 HELD_VARIABLE = "TORCHTITAN_LR_LOCK"
 """Environment variable of the ranks whose launcher has checked the run: what `locked` returned."""
 
@@ -84,6 +86,24 @@ def check_ours(dump_folder: str, signed: str) -> None:
     want = f"a folder whose {LOCK_FILE} stays: another run may write there, and this one ends"
     is_ours = found in (signed.encode(), b"")  # empty: it is being signed
     require(is_ours, "job.dump_folder", dump_folder, f"{want} before its save")
+
+
+def check_shared(dump_folder: str, signed: str) -> None:
+    """Raise a ConfigError on a machine whose dump folder is not the one that rank 0 has locked."""
+    path, end = Path(dump_folder) / LOCK_FILE, time.monotonic() + _SEEN_SECONDS
+    while True:
+        found = ""
+        with suppress(OSError):
+            os.listdir(path.parent)  # a network's file system then asks its server again
+            found = path.read_text()
+        if found == signed:
+            return
+        if time.monotonic() > end:
+            want = (
+                f"a folder that all machines share, and no other run: {socket.gethostname()} has "
+            )
+            raise ConfigError("job.dump_folder", dump_folder, f"{want}another {LOCK_FILE}")
+        time.sleep(0.1)
 
 
 def is_held(dump_folder: str | Path) -> bool:

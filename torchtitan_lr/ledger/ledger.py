@@ -8,8 +8,8 @@ all-reduce or reduce-scatter, the output of an all-gather. Bytes are of one rank
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torchtitan_lr.compat.fsdp import wrap_unit_calls
 from torchtitan_lr.parallel.stages import boundary_of
 
 STEP = "step"  # scope of all calls outside the model and its loss: clipping, TSR-Adam, logging
+OUTER = "outer"  # scope of the exchanges of replicas that train apart
 OPTIMIZER = "optimizer"  # scope of the calls in the step of an optimizer that the ledger was given
 
 LOSS = "loss"
@@ -126,6 +127,13 @@ class CommLedger(TorchDispatchMode):
             scope, pass_, recompute = STEP, "optimizer", False
         return Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
 
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Count what is sent in a ``with`` block, outside of the model, in a scope of its own."""
+        self._tracker.outside = name
+        yield
+        self._tracker.outside = STEP
+
     def clear(self) -> None:
         """Reset all counts."""
         self._calls.clear()
@@ -135,10 +143,11 @@ class CommLedger(TorchDispatchMode):
         """Return the counts.
 
         Keys are ``scope`` (``block 0`` ..., between pipeline stages ``boundary 0`` ...,
-        ``embedding``, ``head``, ``loss``, ``optimizer``, ``step``), ``pass`` (``forward``,
-        ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype`` and `COUNTS`. With
-        `split_recompute`, collectives that activation checkpointing recomputes have rows of their
-        own with a key ``recompute``; recomputation inside a compiled backward cannot be detected.
+        ``embedding``, ``head``, ``loss``, ``optimizer``, ``outer``, ``step``), ``pass``
+        (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype`` and `COUNTS`.
+        With `split_recompute`, collectives that activation checkpointing recomputes have rows of
+        their own with a key ``recompute``; recomputation inside a compiled backward cannot be
+        detected.
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
@@ -155,7 +164,7 @@ class CommLedger(TorchDispatchMode):
 
 def reading_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the place of a row: its position in the model, then its pass and operation."""
-    scopes = ("embedding", "block", "boundary", "head", "loss", "optimizer", "step")
+    scopes = ("embedding", "block", "boundary", "head", "loss", "optimizer", "outer", "step")
     passes = ("forward", "backward", "optimizer")
     name, _, index = row["scope"].partition(" ")
     rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))
@@ -210,6 +219,7 @@ class ScopeTracker:
         self.hooks = ExitStack()
         keep = self.hooks.enter_context  # a handle, which is removed at the end
         self._in_optimizer = False
+        self.outside = STEP
         self._stack: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
         self._model_ends: list[int] = []
@@ -245,7 +255,7 @@ class ScopeTracker:
             return self.owner or self._last, "backward", self._recomputing > 0
         if self.owner or self._stack:
             return self.owner or self._stack[-1], "forward", False
-        return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
+        return (LOSS, "forward", False) if self._in_loss else (self.outside, "optimizer", False)
 
     def _step(self, runs: bool) -> None:
         self._in_optimizer = runs

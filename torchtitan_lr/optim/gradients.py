@@ -34,6 +34,7 @@ class StoredGradients:
 
     model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)
     pp_mesh: DeviceMesh | None  # pipeline ranks whose gradients belong to the same norm
+    replicas: int = 1  # those that have gradients, and so norms, of their own
 
     def begin(self) -> None:
         """Start a step; no parameter has a gradient, and autograd accumulates."""
@@ -46,8 +47,9 @@ class StoredGradients:
     def finish_sums(self) -> Tensor:
         """Wait for sums over the ranks that still run; return this rank's share of the norm.
 
-        The shares of all ranks, plain fp64 scalars, add up to the square of the full gradient's
-        norm, so that the sum can travel with other sums in one collective.
+        The shares of all ranks of a replica that has gradients of its own, else of all ranks, plain
+        fp64 scalars, add up to the square of the full gradient's norm, so that the sum can travel
+        with other sums in one collective.
         """
         pieces = []
         for gradient in self._gradients():
@@ -56,7 +58,8 @@ class StoredGradients:
                 sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
             pieces.append((gradient, splits))
-        return share_of_square(pieces, self.pp_mesh.size() if self.pp_mesh else 1)
+        stages = self.pp_mesh.size() if self.pp_mesh else 1
+        return share_of_square(pieces, stages * self.replicas)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
@@ -79,13 +82,14 @@ class StoredGradients:
         return [p.grad for p in parameters if p.grad is not None]
 
 
-def share_of_square(pieces: Iterable[tuple[Tensor, int]], stages: int) -> Tensor:
+def share_of_square(pieces: Iterable[tuple[Tensor, int]], parts: int) -> Tensor:
     """Return this rank's share of the square of a norm, fp64; the shares of all ranks add up to it.
 
     ``pieces`` are this rank's tensors, each with the number of ranks that it is split over; what
-    several ranks hold alike is divided by their number. Pipeline ranks have tensors of their own.
+    several ranks hold alike is divided by their number. The ranks are ``parts`` of equal size that
+    have tensors of their own: pipeline ranks, and replicas that train apart.
     """
-    ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
+    ranks = dist.get_world_size() // parts if dist.is_initialized() else 1
     alike: dict[int, list[Tensor]] = defaultdict(list)
     for piece, splits in pieces:
         alike[ranks // splits].append(piece)

@@ -3,7 +3,8 @@
 
 The trainer divides the loss by the valid tokens of the *global* batch, so every wrapper is set to
 sum. `round_on_the_wire` says in which dtypes gradients are summed and sent. Over the replicas they
-are summed by FSDP2, by a codec (TAGC), or by an optimizer that sends less than them (TSR-Adam).
+are summed by FSDP2, by a codec (TAGC), by an optimizer that sends less than them (TSR-Adam), or by
+nothing, where replicas train apart between outer steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,14 +44,16 @@ def apply_data_parallel(
     training, shards = job_config.training, parallel_dims.fsdp_enabled
     replicates = parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
-    optimizer_sums = replicates and ENTRIES[job_config.optimizer.name].sums_replicas
+    # FSDP2 must not sum over the replicas if an optimizer does, or nobody.
+    others_sum = ENTRIES[job_config.optimizer.name].sums_replicas or job_config.outer.every > 0
+    apart = replicates and others_sum
     # Mixed precision means the same in every layout, so that a model without data parallelism is
     # wrapped too.
     casts = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     mesh = None  # of the ranks over which FSDP2 sums
-    if shards or optimizer_sums:
+    if shards or apart:
         mesh = mesh_of(parallel_dims, "fsdp")  # of size 1 under pure replication
-        if replicates and not (optimizer_sums or compresses):
+        if replicates and not (apart or compresses):
             mesh = parallel_dims.get_mesh(["dp_replicate", "fsdp"])
         shard_units(model, mesh, parallel_dims, job_config)
     elif replicates or casts:
@@ -65,7 +68,7 @@ def apply_data_parallel(
     if compresses:
         compress_gradients(model, parallel_dims, job_config)
     if training.mixed_precision_reduce == "bfloat16":
-        if optimizer_sums:
+        if apart:
             REPLICAS_WIRE[model] = torch.bfloat16
         if mesh is not None and mesh.size() > 1:
             round_on_the_wire(model)

@@ -47,12 +47,20 @@ def init_optimizer_container(
 class TitanCheckpointHooks(CheckpointManager):
     """torchtitan's manager with public names for private methods, for one that saves otherwise."""
 
+    overdue = False  # whether the step at hand is saved, whatever its number is
+
     checkpoint_folder = CheckpointManager._create_checkpoint_id  # of a step
-    is_due = CheckpointManager._should_save  # whether `save` saves a step, which may be the last
     wait_for_save = CheckpointManager._async_wait  # until an asynchronous save is on disk
     states_to_load = CheckpointManager._states_to_load  # the model's alone, or all wanted ones
     # All states, with the model's at the top level.
     flattened_states = CheckpointManager._flattened_model_states_sd
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Return whether `save` saves a step, which may be the last."""
+        saves: bool = self.enable and not self.load_only
+        return (self.overdue and saves) or super()._should_save(curr_step, last_step)
+
+    is_due = _should_save
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -42,6 +42,8 @@ from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import MODEL, AsyncMode, TitanCheckpointHooks
+
+_SAVE_SHARE = 20  # saves by time take at most one part in so many of the time
 
 
 @contextmanager
@@ -74,6 +76,8 @@ class CheckpointManager(TitanCheckpointHooks):
         self.before_save: Callable[[], None] = lambda: None
         self._section, self._dump_folder = checkpoint_config, str(parts.get("base_folder", ""))
         self._first = not dist.is_initialized() or dist.get_rank() == 0
+        # The end and the length of the last save, in seconds.
+        self._saved_at, self._save_seconds = time.monotonic(), 0.0
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         super().__init__(checkpoint_config=checkpoint_config, **parts)
@@ -94,8 +98,15 @@ class CheckpointManager(TitanCheckpointHooks):
             how = "copied for a background write" if in_background else "saved"
             folder, seconds = self.checkpoint_folder(curr_step), time.perf_counter() - started
             console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
+            self._saved_at, self._save_seconds, self.overdue = time.monotonic(), seconds, False
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
+
+    def is_late(self) -> bool:
+        """Return, on the first rank alone, whether a save is due by ``checkpoint.minutes``."""
+        minutes = self._section.minutes
+        longest = max(60 * minutes, _SAVE_SHARE * self._save_seconds)
+        return self._first and minutes > 0 and time.monotonic() - self._saved_at > longest
 
     @torch.no_grad()
     def dcp_save(
@@ -115,10 +126,13 @@ class CheckpointManager(TitanCheckpointHooks):
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
-            finite = _finite_weights(self.states[MODEL].model)
+            finite = _finite_weights(self.states[MODEL].state_dict().values())
             saving.write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
             return None
-        weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
+        weights = [*self.states[MODEL].state_dict()] if MODEL in self.states else []
+        if folders.OUTER in state_dict:
+            own = state_dict[folders.OUTER].state_dict()
+            weights += [f"{folders.OUTER}.{name}" for name in own]
         record = Record(self._states_of(state_dict), self.run)
         writer = saving.StepWriter(checkpoint_id, record, weights=weights)
         if async_mode == AsyncMode.DISABLED:
@@ -174,6 +188,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.load_only and self._first:
             self._tidy(-1 if start is None else start.step)
         from_first_rank(None)  # no rank saves before the first one is here
+        self._saved_at = time.monotonic()
         return start is not None
 
     def _read(self, start: Start) -> None:
@@ -192,6 +207,9 @@ class CheckpointManager(TitanCheckpointHooks):
             assert record is not None
             check_start(start, record, self.identity, self._dump_folder)
             metadata = saving.read_once(safe_metadata.read_metadata, folder)
+            if folders.OUTER in here:
+                names = metadata.state_dict_metadata
+                self.states[folders.OUTER].expect(names, whole=folders.OUTER in states)
             safe_metadata.load(states, folder, metadata)
         except (DamagedError, CheckpointException) as error:  # the latter is no Exception
             cause = error if isinstance(error, DamagedError) else _cause(error)
@@ -254,7 +272,9 @@ class CheckpointManager(TitanCheckpointHooks):
         paths = [self.checkpoint_folder(step) for step in folders.all_steps(self.folder)]
         kept = [path for path in paths if path == self._last_saved or folders.is_complete(path)]
         for folder in kept[: -self.keep_latest_k]:
-            self._discard(folder)
+            step, every = int(folder.rpartition("-")[2]), self._section.keep_every
+            if not every or step % every:
+                self._discard(folder)
 
     def _discard(self, folder: str) -> None:
         """Rename a folder, so that it is no checkpoint any more, and delete it meanwhile."""
@@ -267,7 +287,7 @@ def _cause(error: CheckpointException) -> str:
     return describe(next(iter(error.failures.values()))[0])
 
 
-def _finite_weights(model_parts: Iterable[nn.Module]) -> bool:
+def _finite_weights(parameters: Iterable[Tensor]) -> bool:
     """Return whether every parameter on every rank has a finite norm; call it on every rank."""
-    weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
+    weights = [local_part(parameter).detach() for parameter in parameters]
     return first_rank_with(None if saving.all_finite(weights) else "not finite") is None

@@ -11,7 +11,7 @@ import hashlib
 import operator
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.checkpoints.folders import RESIDUALS, TRAIN_STATE
+from torchtitan_lr.checkpoints.folders import OUTER, RESIDUALS, TRAIN_STATE
 from torchtitan_lr.checkpoints.run_record import data_ranks
 from torchtitan_lr.config import schema
 from torchtitan_lr.config.files import read_regular
@@ -43,6 +43,9 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
         if meaning is schema.OPTIMIZER and not key.startswith(unread):
             identity["optimizer"][key] = operator.attrgetter(key)(config)
     rule = identity["optimizer"]["optimizer.name"] = like(config.optimizer.name)
+    if config.outer.every:
+        for key in ("outer.bits", "outer.feedback", "outer.fragments"):
+            identity.setdefault(OUTER, {})[key] = operator.attrgetter(key)(config)
     layout, section = config.parallelism, config.grad_compression
     shards = data_ranks(config, ranks) // layout.data_parallel_replicate_degree
     if section.codec != "none" and shards * layout.context_parallel_degree > 1:

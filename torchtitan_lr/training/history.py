@@ -14,6 +14,7 @@ HISTORY_FILE = "metrics.jsonl"
 # Keys of a logged step; losses are in nats per token.
 TRAIN_LOSS = "loss_metrics/global_avg_loss"
 INTERVAL_LOSS = "interval_loss"  # mean of the steps since the one before it, or since a resume
+TRAIN_COMMON = "loss_metrics/of_common_weights"  # with outer steps: 0 if of replicas' own ones
 TOKENS_SEEN = "n_tokens_seen"  # of all ranks since the run's first step
 RATE = "lr"
 TOKENS_PER_S = "throughput/tokens_per_s"  # of all ranks together
@@ -22,6 +23,7 @@ COMM_BYTES = "comm_bytes/"  # before a mesh dimension: bytes of rank 0's collect
 
 # Keys of a validation.
 VALIDATION_LOSS = "validation_metrics/loss"
+VALIDATION_COMMON = "validation_metrics/of_common_weights"  # as in training
 UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"  # of its tokens, nats per token
 VALIDATION_SECONDS = "validation_metrics/seconds"
 

@@ -26,6 +26,7 @@ from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.record import describe
 from torchtitan_lr.console.log import Pace, console, duration
 from torchtitan_lr.errors import escaped
+from torchtitan_lr.optim.outer import OuterSteps
 from torchtitan_lr.titan import components, logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
 from torchtitan_lr.titan.device import device_type
@@ -230,6 +231,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / history.HISTORY_FILE)
         self.seconds = 0.0  # of training since the last logged step: no validation, no saving
         self._last_logged_step = 0
+        self.outer: OuterSteps | None = None  # of replicas that train apart
 
     def should_log(self, step: int) -> bool:
         """Log the first step, every ``metrics.log_freq`` steps and the last one."""
@@ -300,6 +302,8 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             **({} if math.isnan(mfu) else {history.MFU: mfu}),
             **(extra_metrics or {}),
         }
+        if self.outer is not None:
+            metrics[history.TRAIN_COMMON] = int(self.outer.began_together)
         self._write(metrics, step)
         console.info(self._line(step, metrics))
         self._last_logged_step = step
@@ -314,7 +318,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         parts = [
             f"step {step:>{len(str(steps))}}/{steps}",
             f"{'-:--:--' if left is None else duration(left)} left",
-            f"loss {loss:.5f}",
+            f"loss {loss:.5f}" + ("" if self.outer is None else " (replicas' own)"),
             f"norm {metrics['grad_norm']:.4f}",
             f"{metrics[history.TOKENS_PER_S]:,.0f} tokens/s",
         ]
@@ -332,10 +336,14 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
     ) -> None:
         """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
         metrics = {history.VALIDATION_LOSS: loss, **(extra_metrics or {})}
+        if self.outer is not None:
+            metrics[history.VALIDATION_COMMON] = int(self.outer.together)
         self._write(metrics, step)
         seconds = metrics.get(history.VALIDATION_SECONDS)
         took = "" if seconds is None else f"  in {seconds:.1f} s"
         values = f"loss {loss:.5f}  perplexity {history.perplexity(loss):,.2f}"
+        if self.outer is not None:
+            took += "  (the common weights)" if self.outer.together else "  (replicas' own weights)"
         console.info(f"validation after step {step}  {values}{took}")
 
     def write_summary(self, step: int, checkpoint: str | None) -> None:

@@ -25,7 +25,7 @@ from torchtitan_lr.compression.units import Residuals, compressors_of
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch, moved
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.ledger.ledger import CommLedger
+from torchtitan_lr.ledger.ledger import OUTER, CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
@@ -33,6 +33,7 @@ from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, rates_of
+from torchtitan_lr.optim.outer import OuterSteps
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
@@ -44,6 +45,7 @@ from torchtitan_lr.training import history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import identity_of, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor, described_layout
+from torchtitan_lr.training.outer_states import OuterStates
 from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, check_same_data
 from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of, why_eager
 from torchtitan_lr.training.validate import Validator
@@ -98,6 +100,16 @@ class Trainer(TitanTrainer):
             **identity_of(job_config, dims.world_size, self.model_parts[0].model_args, digest),
             "dataloader": self.dataloader.dataset.identity,
         }
+        self.outer: OuterSteps | None = None
+        # Replicas that train apart have as many norms as gradients.
+        self._apart, self._replica = 1, 0
+        if job_config.outer.every:
+            parts, replicas = self.model_parts, dims.get_optional_mesh("dp_replicate")
+            layers = parts[0].model_args.n_layers
+            self.outer = OuterSteps(trained_parameters(*parts), layers, job_config.outer, replicas)
+            self._apart, self._replica = self.outer.replicas, self.outer.replica
+            OuterStates(self.outer, self.optimizers).replace_in(self.checkpointer.states)
+            self.metrics_processor.outer = self.outer
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
@@ -108,7 +120,8 @@ class Trainer(TitanTrainer):
         config, dims = self.job_config, self.parallel_dims
         # An optimizer that sums over the replicas itself has gradients of its own.
         own = getattr(self.optimizers, "gradients", None)
-        self.gradients = own or StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
+        stages = dims.get_optional_mesh("pp")
+        self.gradients = own or StoredGradients(self.model_parts, stages, self._apart)
         seconds = self.metrics_processor.data_loading_times
         self.reader = StepReader(self.dataloader, dims, self.device, seconds)
         pipeline = self.pp_schedule if dims.pp_enabled else None
@@ -174,11 +187,14 @@ class Trainer(TitanTrainer):
             # 4. Collect the next step's micro-batches, while the device computes.
             ahead = self.reader.read_next(data_iterator).counts if another_follows else ()
             # 5. Accept or reject the step, in one all-reduce of all ranks.
-            verdict = decide(self.loss, share, self.stop.name is not None, ahead, self.origin.depth)
+            stop, depth = self.stop.name is not None, self.origin.depth
+            late, replica = self.checkpointer.is_late(), (self._replica, self._apart)
+            verdict = decide(self.loss, share, stop, ahead, depth, *replica, save=late)
             # 6. Scale the gradients down to the largest norm.
             self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
             # 7. Change the weights, unless the step is rejected.
             self.apply(verdict)
+            self.exchange(ledger)
         self.lr_schedulers.step()
         self._losses.append(self.loss)
         # 8. Read the verdict on the host.
@@ -206,14 +222,15 @@ class Trainer(TitanTrainer):
         """Run forward and backward of each micro-batch; return this rank's share of the loss.
 
         The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
-        batch. So the gradients sum to those of one process with the same batch.
+        batch. So the gradients sum to those of one process with the same batch. Of K replicas that
+        train apart each has K times its share of them: their mean is that gradient.
         """
         self.gradients.begin()
         self.origin.begin()
         if self.graph is not None:
             self.graph.begin(shapes_of(data.microbatches), eager)
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
-        divisor = torch.full((), data.global_tokens, device=self.device)
+        divisor = torch.full((), data.global_tokens / self._apart, device=self.device)
         losses = []
         for index, batch in enumerate(data.microbatches):
             last = index == len(data.microbatches) - 1
@@ -228,7 +245,7 @@ class Trainer(TitanTrainer):
                 else:
                     losses.append(self.graph.run(self.one_pass, inputs, index == 0, last))
         # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
-        return torch.stack(losses).sum(dtype=torch.float64)
+        return torch.stack(losses).sum(dtype=torch.float64) / self._apart
 
     def one_pass(
         self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Tensor
@@ -256,6 +273,17 @@ class Trainer(TitanTrainer):
         for compressor in self._residuals.compressors:
             compressor.commit(verdict.rejected if may_skip else None)
 
+    def exchange(self, ledger: CommLedger | None = None) -> None:
+        """Take the outer step that follows this step, if one does, or raise a NonFiniteError."""
+        if self.outer is None:
+            return
+        last = self.step == self.job_config.training.steps
+        sending = nullcontext() if ledger is None else ledger.scope(OUTER)
+        if not self.outer.after(self.step, last, sending):
+            good = self.checkpointer.newest() or "none"
+            line = f"step {self.step}: an exchange of the replicas' weights is not finite"
+            raise NonFiniteError(f"{line}; last good checkpoint: {good}", None, self.step)
+
     def settle(self, data: StepData, verdict: Verdict) -> None:
         """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError.
 
@@ -264,6 +292,7 @@ class Trainer(TitanTrainer):
         findings = verdict.read()
         self.reader.next_sums = findings.next_counts
         self.gradients.settle(findings.rejected)
+        self.checkpointer.overdue = findings.save
         # A run that has reached its last step is not stopped.
         if findings.stop and self.step < self.job_config.training.steps:
             self.stopped_by = self.stop.name or "a signal on another rank"
@@ -351,6 +380,11 @@ class Trainer(TitanTrainer):
         length = config.training.seq_len
         layout = described_layout(dims)
         console.info(f"{layout}: {rows:,} sequences of {length:,} tokens per step")
+        if self.outer is not None:
+            who = f"{dims.dp_replicate} replicas exchange {config.outer.bits} bits per number"
+            if dims.dp_replicate == 1:
+                who = "one replica, which sends nothing, steps"
+            console.info(f"outer steps: {who} every {config.outer.every} steps")
         console.info(f"Training starts at step {self.step + 1}")
         if config.compile.enable:
             console.info("The first step compiles the model, which may take minutes")

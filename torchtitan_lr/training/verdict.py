@@ -33,56 +33,70 @@ class NonFiniteError(RunFailedError):
 
 @dataclass(frozen=True)
 class Findings:
-    """What the host reads of a `Verdict`, equal on all ranks but for the last two."""
+    """What the host reads of a `Verdict`, equal on all ranks but for the loss's and the depth."""
 
     rejected: bool  # whether the optimizer left the step out
-    norm: float  # the norm of the full gradient
+    norm: float  # of the full gradient; of replicas that train apart one at fault, or the largest
     bad_ranks: int  # number of ranks whose own loss is not finite
     stop: bool  # whether any rank received a stop signal
     next_counts: tuple[float, ...]  # the sums of the next data's counts over the ranks
     loss_is_finite: bool  # whether this rank's own loss is finite
     depth: float  # this rank's `Origin.depth`
+    save: bool = False  # whether the first rank wants a checkpoint
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The ranks' common decision on one step, on the device; `decide` makes it."""
 
-    norm: Tensor  # of the full gradient, an fp64 scalar
+    norm: Tensor  # of the full gradient (this replica's, if they train apart), an fp64 scalar
     rejected: Tensor  # 1 or 0, in fp32
     numbers: HostCopy
+    replicas: int  # that train apart
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        square, bad_ranks, stops, *counts, bad, rejected, depth = self.numbers.read()
-        norm = math.sqrt(square) if square >= 0 else math.nan
-        return Findings(
-            rejected > 0, norm, int(bad_ranks), stops > 0, tuple(counts), not bad, depth
-        )
+        numbers = self.numbers.read()
+        squares, sums = numbers[: self.replicas], numbers[self.replicas :]
+        bad_ranks, stops, saves, *counts, bad, rejected, depth = sums
+        norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
+        norm = next((norm for norm in norms if not math.isfinite(norm)), max(norms))
+        decided = (rejected > 0, norm, int(bad_ranks), stops > 0, tuple(counts))
+        return Findings(*decided, not bad, depth, saves > 0)
 
 
 def decide(
-    loss: Tensor, share: Tensor, stop: bool, next_counts: Sequence[float], depth: Tensor
+    loss: Tensor,
+    share: Tensor,
+    stop: bool,
+    next_counts: Sequence[float],
+    depth: Tensor,
+    replica: int = 0,
+    replicas: int = 1,
+    save: bool = False,
 ) -> Verdict:
     """Accept or reject a step with all ranks, in one all-reduce.
 
-    ``share`` is this rank's of the squared norm, ``next_counts`` are of the data read ahead.
+    ``share`` is this rank's of the squared norm, ``next_counts`` are of the data read ahead. Each
+    of ``replicas`` that train apart has a norm of its own.
     """
     bad = (~loss.isfinite()).double()
     # Fills of the device's memory, not copies from the host's.
-    known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]
-    # The squared gradient norm, the ranks whose loss is not finite, stop signals and counts, (n,).
-    sums = torch.stack([share.to(loss.device, torch.float64), bad, *known])
+    known = [torch.full_like(bad, float(number)) for number in (stop, save, *next_counts)]
+    # Squared gradient norms by replica, ranks whose loss is not finite, signals to stop
+    # and to save, and counts.
+    squares = [torch.zeros_like(bad) for _ in range(replicas)]
+    squares[replica] = share.to(loss.device, torch.float64)
+    sums = torch.stack([*squares, bad, *known])  # (n,)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    square, bad_ranks = sums[:2].unbind()
-    norm = square.sqrt()
+    norms, bad_ranks = sums[:replicas].sqrt(), sums[replicas]
     # A NaN of one rank is in the sums of all: every rank rejects the step. Second moments and
     # Gram matrices are in fp32, whose largest number is 3.4e38.
-    overflows = ~norm.float().square().isfinite()
+    overflows = (~norms.float().square().isfinite()).any()
     rejected = ((bad_ranks > 0) | overflows).float()
     own = torch.stack([bad, rejected.double(), depth.double()])
-    return Verdict(norm, rejected, HostCopy(torch.cat([sums, own])))
+    return Verdict(norms[replica], rejected, HostCopy(torch.cat([sums, own])), replicas)
 
 
 def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:

@@ -1,23 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The methods of the race that the package does not have, as values of ``optimizer.name``.
 
-A run names this module by ``experimental.custom_import``. A run with DiLoCo needs torchft, see
-``requirements.txt``. Dion has no package in an index.
+A run names this module by ``experimental.custom_import``. Dion has no package in an index.
 """
 
-from functools import partial
-
-from scripts.research.race.checks import check_diloco, check_powersgd
-from scripts.research.race.diloco import diloco
+from scripts.research.race.checks import check_powersgd
 from scripts.research.race.powersgd import powersgd
 from torchtitan_lr.optim.entries import register_optimizer, variant
 
 for rank in (2, 4):
     name, build = f"PowerSGD-{rank}", powersgd(rank)
     register_optimizer(variant("AdamW", name, build, check=check_powersgd, sums_replicas=True))
-
-for every in (16, 64):
-    for method, fragments in {"DiLoCo": 1, "StreamingDiLoCo": 4}.items():
-        name, build = f"{method}-{every}", diloco(every, fragments)
-        check = partial(check_diloco, fragments=fragments)
-        register_optimizer(variant("AdamW", name, build, check=check, sums_replicas=True))

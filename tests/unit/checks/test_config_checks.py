@@ -43,6 +43,16 @@ REFUSALS = [
     ("grad_compression.codec=gzip", "'gzip'", "'none', 'sparse', 'sketch'"),
     ("grad_compression.theta=1", "1.0", "[0, 1)"),
     ("grad_compression.min_size=99999999 grad_compression.codec=sparse", "9999", "some tensor"),
+    ("outer.every=9 training.steps=8", "9", "at most training.steps (8), or 0"),
+    ("outer.fragments=5 outer.every=9", "5", "at most 4: fragments are of"),
+    ("outer.bits=3", "3", "32, 16, 8, 4 or 2"),
+    (
+        "outer.every=9 optimizer.name=TSRAdam optimizer.tsr_rank=32",
+        "9",
+        "0 with TSRAdam, which sums",
+    ),
+    ("grad_compression.codec=sparse outer.every=9", "'sparse'", "'none' with outer.every > 0"),
+    ("training.dtype=bfloat16 outer.every=9", "'bfloat16'", "'float32' with outer.every > 0"),
     # Keys of torchtitan that nothing here reads.
     ("memory_estimation.enable", "True", "not supported"),
     ("checkpoint.create_seed_checkpoint", "True", "the same weights"),

@@ -11,6 +11,7 @@ from tests.support.config_checks import MAIN, SHIPPED, check
 from tests.support.corpora import write_jsonl
 from torchtitan_lr.checks.values import check_corpora, check_data
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, wanted
 from torchtitan_lr.errors import ConfigError
@@ -29,7 +30,7 @@ def test_every_train_config_passes(path, tmp_path):
         overrides.append("--training.dataset=cpython")
     if "initial_load_path" in path.read_text():
         overrides.append("--checkpoint.initial_load_path=")  # it need not be here
-    world = 4 if "debug" in path.stem else max(8, given.parallelism.context_parallel_degree)
+    world = 4 if "debug" in path.stem else max(8, least_ranks(vars(given.parallelism)))
     config = check(*overrides, world=world, device="cuda", config_file=path)
     assert config.lr_scheduler.warmup_steps * 10 in range(
         config.training.steps - 10, config.training.steps + 1

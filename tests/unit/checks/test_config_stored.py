@@ -74,6 +74,25 @@ def test_residuals_belong_to_their_layout(tmp_path):
     assert "expected one with grad_compression: it holds " in refusal(*options)
 
 
+def test_a_checkpoint_of_other_outer_steps_is_refused(tmp_path):
+    step = tmp_path / "checkpoint/step-5"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    options = [f"--job.dump_folder={tmp_path}", "--outer.every=9", "--outer.bits=4"]
+    config = build_job_config([f"--job.config_file={MAIN}", *options])
+    saved = identity_of(config, 4, configured.configured_args(config), "")
+    Record(saved | {"model": {}, "dataloader": {}}).write(step)
+    check(*options, "--outer.lr=0.5", "--parallelism.data_parallel_replicate_degree=2")
+    way = "--checkpoint.load_step=5"
+    for option, line, state in (
+        ("--outer.every=0", "outer.every: got 0, expected 9 as in ", "optimizer"),
+        ("--outer.bits=8", "outer.bits: got 8, expected 4 as in ", "outer"),
+    ):
+        told = refusal(*options, option)
+        assert told.startswith(line) and f"{state} {way}" in told
+        check(*options, option, way, f"--checkpoint.exclude_from_loading={state}")
+
+
 def test_ranks_that_do_not_fit_in_their_machine_are_refused(tmp_path, monkeypatch):
     # 512 sequences of 128 tokens: about 3 GiB for the main job's model.
     large = ["--training.local_batch_size=512", "--parallelism.tensor_parallel_degree=1"]

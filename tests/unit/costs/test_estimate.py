@@ -60,6 +60,8 @@ def test_every_config(path):
     traffic = [step_traffic(run, rank) for rank in range(run.pp)]
     sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
     used = {name for name in ("tp", "cp", "fsdp", "dp_replicate", "pp") if run.mesh[name].size > 1}
+    if run.config.outer.every:
+        used.remove("dp_replicate")  # over which an ordinary step sends nothing
     if run.entry.splits_columns and {"tp", "fsdp"} <= used:
         used.add("fsdp_tp")
     assert all(dims.keys() == used for dims in sent)
@@ -113,6 +115,31 @@ def test_what_a_mean_step_sends_counts_the_steps_that_differ(monkeypatch):
     assert sent_per_step(paper_run(DEBUG, 1, ONE).config, 1) == {}
     monkeypatch.setitem(ENTRIES, "AdamW", replace(ENTRIES["AdamW"], cost=None))
     assert sent_per_step(paper_run(DEBUG, 4, ONE, BATCH_4, replicas).config, 4) == {}
+
+
+def test_what_outer_steps_send_and_hold():
+    """Eight replicas of eight ranks: a message of .53 bytes per parameter every 30 steps."""
+    path = ROOT / "train_configs/muloco_1b.toml"
+    run = paper_run(path)
+    pieces, size = run.pieces_of(0), elements(run.global_shapes)
+    entries = elements(pieces)
+    coded = -(-entries // 128) * (128 * 4 // 8 + 4)
+    assert 8 * coded / 30 == pytest.approx(size * (0.5 + 4 / 128) / 30, rel=1e-3)
+    kinds = {
+        name: sum(bytes_by_dim(rows, run.wire_dtypes).get("dp_replicate", {}).values())
+        for name, rows in run.outer.kinds_of_steps(0).items()
+    }
+    assert kinds == {"ordinary": 0, "exchange": 8 * coded, "average": round(8 * coded / 30)}
+    averaged = paper_run(path, None, "--outer.every=0")
+    held, usual = (static_memory(each, 0)["optimizer"] for each in (run, averaged))
+    assert held - usual == 3 * 4 * entries  # common weights, momentum and residual
+    sent, gradients = (gradient_bytes(each, 0)["float32"] for each in (run, averaged))
+    assert gradients - sent == 4 * entries - kinds["average"]
+    fragments = paper_run(path, None, "--outer.fragments=3", "--outer.bits=32")
+    parts = [row.elements for row in fragments.outer.exchanges(0)]
+    assert len(parts) == 3 and sum(parts) == entries
+    alone = paper_run(path, 8, "--parallelism.data_parallel_replicate_degree=1")
+    assert alone.outer.exchanges(0) == []
 
 
 def test_thousands_of_ranks():

@@ -15,10 +15,8 @@ BF16 = "training.mixed_precision_reduce=bfloat16"
 @pytest.mark.parametrize(
     ("name", "option", "key"),
     [
-        *((name, f"{REPLICATE}=1", REPLICATE) for name in ("PowerSGD-4", "DiLoCo-16")),
-        *((name, BF16, "training.mixed_precision_reduce") for name in ("PowerSGD-4", "DiLoCo-16")),
-        ("DiLoCo-16", "checkpoint.enable", "checkpoint.enable"),
-        ("StreamingDiLoCo-16", "model.flavor=tiny", "model.flavor"),
+        ("PowerSGD-4", f"{REPLICATE}=1", REPLICATE),
+        ("PowerSGD-4", BF16, "training.mixed_precision_reduce"),
     ],
 )
 def test_what_a_method_does_not_fit_is_refused_in_one_line(name, option, key):

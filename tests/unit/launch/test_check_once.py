@@ -30,15 +30,21 @@ def starts(rank, ports, told):
             raise ConfigError("some.key", 7, "a number such as 8")
         return "signed by rank 0"
 
-    def prepare():
+    def prepare(signed):
+        assert signed == "signed by rank 0"
         if answer == "no text":
             raise ConfigError("some.path", "a.txt", "text on this machine")
         return {"FOUND": f"corpus of machine {os.environ['GROUP_RANK']}"}
 
+    def check_tokens():
+        lines.append("tokens")
+        if answer == "few":
+            raise ConfigError("some.key", 9, "fewer")
+
     for answer, port in ports.items():  # noqa: B007 (`check` and `prepare` read it)
         os.environ["MASTER_PORT"] = str(port)
         try:
-            signed = checked_once(check, prepare)
+            signed = checked_once(check, prepare, check_tokens)
             lines.append(f"{os.environ['FOUND']} {signed}")
         except Exception as error:
             lines.append(str(error))
@@ -48,8 +54,8 @@ def starts(rank, ports, told):
 
 
 def test_rank_0_checks_for_all_and_each_machine_prepares():
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
-    answers = ("refuse", "no text", "accept")
+    answers = ("refuse", "no text", "few", "accept")
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in answers]
     ports = {answer: store.port for answer, store in zip(answers, stores, strict=True)}
     context = multiprocessing.get_context("fork")
     told = context.Queue()
@@ -62,13 +68,15 @@ def test_rank_0_checks_for_all_and_each_machine_prepares():
     refusal = "some.key: got 7, expected a number such as 8"
     no_text = "some.path: got 'a.txt', expected text on this machine"
     here, there = (f"corpus of machine {machine} signed by rank 0" for machine in (0, 1))
+    few = "some.key: got 9, expected fewer"
+    own = ["checked", refusal, "checked", no_text, "checked", "tokens", few]
     assert found == {
-        0: ["checked", refusal, "checked", no_text, "checked", here],
-        1: [refusal, no_text, here],
-        2: [refusal, no_text, there],
+        0: [*own, "checked", "tokens", here],
+        1: [refusal, no_text, few, here],
+        2: [refusal, no_text, few, there],
     }
 
 
 def test_what_the_launcher_has_checked_is_not_checked_again(monkeypatch):
     monkeypatch.setenv("TORCHTITAN_LR_LOCK", "signed by the launcher")
-    assert checked_once(pytest.fail, pytest.fail) == "signed by the launcher"
+    assert checked_once(*3 * [pytest.fail]) == "signed by the launcher"

@@ -118,6 +118,38 @@ def test_a_torn_folder_pushes_no_checkpoint_out(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["step-2", "step-3", "step-4"]
 
 
+def test_milestones_stay(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep=2)
+    checkpoints._section.keep_every = 3
+    for step in range(1, 8):
+        checkpoints.save(step)
+    checkpoints.close()
+    assert folders(tmp_path) == ["step-3", "step-6", "step-7"]
+
+
+def test_a_save_is_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ten minutes, or twenty times as long as the last save took; any step number."""
+    checkpoints, now = manager(tmp_path, 1), [1000.0]
+    checkpoints.interval = 1000
+    monkeypatch.setattr("torchtitan_lr.training.checkpoint.time.monotonic", lambda: now[0])
+    checkpoints._saved_at, checkpoints._save_seconds = 1000.0, 2.0
+    found = []
+    for now[0] in (1599.0, 1601.0):
+        found.append(checkpoints.is_late())
+    checkpoints._save_seconds = 40.0
+    for now[0] in (1799.0, 1801.0):
+        found.append(checkpoints.is_late())
+    assert found == [False, True, False, True]
+    checkpoints.save(2)
+    assert complete_steps(checkpoints.folder) == [1]
+    checkpoints.overdue = True
+    checkpoints.save(3)
+    assert complete_steps(checkpoints.folder) == [1, 3] and not checkpoints.is_late()
+    checkpoints.save(4)  # not overdue any more
+    assert complete_steps(checkpoints.folder) == [1, 3]
+    checkpoints.close()
+
+
 def test_the_next_start_deletes_what_a_kill_left(tmp_path: Path) -> None:
     manager(tmp_path, 2).close()
     for name in ("discarded-1-77", "step-3", "aside-9-0"):

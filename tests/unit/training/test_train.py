@@ -353,4 +353,7 @@ def test_a_verdict_of_one_process(loss, square, stop, norm):
     assert (found.norm, found.stop, found.next_counts) == (norm, stop, counts)
     assert (found.bad_ranks, found.loss_is_finite) == (not finite, finite)
     assert verdict.rejected.item() == float(found.rejected)
+    where = torch.tensor(math.inf)
+    apart = decide(torch.tensor(loss), share, stop, counts, where, replica=1, replicas=3)
+    assert apart.read() == found and apart.norm.item() == norm
     assert verdict.rejected.dtype == torch.float32 and verdict.norm.item() == norm

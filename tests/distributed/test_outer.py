@@ -1,0 +1,256 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Replicas that train apart between outer steps, in layouts of their own.
+
+What an outer step does to a parameter, and how messages are coded, is in `tests/unit/optim`.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.test_layout import RUN, on_paper
+from tests.distributed.training import small_trainer, train
+from tests.support import layout_runs
+from tests.support.parity_runs import EXACT, degrees, largest_difference
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.costs.step_traffic import compare, differences
+from torchtitan_lr.optim.containers import NamedOptimizers, trained_parameters
+from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer
+from torchtitan_lr.training.history import TRAIN_COMMON, VALIDATION_COMMON, read_history
+from torchtitan_lr.training.verdict import NonFiniteError
+
+COLA = ["--model.name=llama_cola", "--training.steps=4", "--lr_scheduler.warmup_steps=0"]
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+PLAIN = ["--outer.lr=1", "--outer.momentum=0", "--outer.no_nesterov"]  # the mean of the weights
+APART = [*COLA, REPLICAS, "--outer.every=3", "--outer.momentum=0.6"]
+
+
+def test_one_replica_is_the_inner_optimizer_bit_for_bit(one_rank: RankPool) -> None:
+    common = [*COLA, *degrees()]
+    expected = one_rank.run(train, common)[0]
+    run = one_rank.run(train, [*common, *PLAIN, "--outer.every=1"])[0]
+    assert largest_difference(run, expected) == 0.0
+    moved = one_rank.run(train, [*common, "--outer.every=2"])[0]
+    assert run["losses"][:2] == moved["losses"][:2] and run["losses"][2] != moved["losses"][2]
+
+
+def build_sgd(parts: Any, config: Any, dims: Any) -> NamedOptimizers:
+    names = list(trained_parameters(*parts))
+    parameters = list(trained_parameters(*parts).values())
+    sgd = torch.optim.SGD([{"params": parameters, "param_names": names}], lr=0.1)
+    return NamedOptimizers(parts, [sgd])
+
+
+def with_sgd(arguments: list[str]) -> dict[str, Any]:
+    register_optimizer(OptimizerEntry("PlainSGD", build_sgd))
+    try:
+        return train([*arguments, "--optimizer.name=PlainSGD", "--optimizer.lr=0.5"])
+    finally:
+        del ENTRIES["PlainSGD"]
+
+
+def test_sgd_apart_for_a_step_is_sgd_on_the_mean_gradient(two_ranks: RankPool) -> None:
+    # Pairs: the ranks have different numbers of labels.
+    options = [*COLA, *degrees(local_batch=4), REPLICAS, "--training.max_norm=inf"]
+    options += ["--training.dataset=python_stdlib_docs", "--training.seq_len=64"]
+    expected = two_ranks.run(with_sgd, options)[0]
+    run = two_ranks.run(with_sgd, [*options, *PLAIN, "--outer.every=1"])[0]
+    run["grad_norms"] = expected["grad_norms"]  # those of a replica's own gradients
+    assert largest_difference(run, expected) < EXACT
+
+
+def clipped_apart(max_norm: float) -> tuple[float, float]:
+    """Train by the trainer, and by torch's classes on its gradients; return the difference."""
+    options = [*APART, *degrees(local_batch=4), f"--training.max_norm={max_norm}"]
+    with small_trainer([*options, "--training.steps=7"]) as trainer:
+        own = trained_parameters(*trainer.model_parts)
+        twins = {n: torch.nn.Parameter(local_part(p).detach().double()) for n, p in own.items()}
+        common = {name: torch.nn.Parameter(twin.detach().clone()) for name, twin in twins.items()}
+        adamw = torch.optim.AdamW(twins.values(), betas=(0.9, 0.999), eps=1e-5, weight_decay=0.01)
+        sgd = torch.optim.SGD(common.values(), lr=0.7, momentum=0.6, nesterov=True)
+        clip, norms = trainer.gradients.clip, []
+
+        def noted(largest: float, norm: Any) -> None:
+            for name, twin in twins.items():
+                gradient = own[name].grad
+                assert gradient is not None
+                twin.grad = local_part(gradient).double().clone()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(twins.values(), largest)))
+            adamw.param_groups[0]["lr"] = trainer.optimizers.optimizers[0].param_groups[0]["lr"]
+            adamw.step()
+            clip(largest, norm)
+
+        trainer.gradients.clip = noted
+        batches = iter(trainer.dataloader)
+        for step in range(1, 8):
+            trainer.step = step
+            trainer.train_step(batches)
+            if step in (3, 6, 7):
+                for name, weight in common.items():
+                    weight.grad = weight.detach() - twins[name].detach()
+                    dist.all_reduce(weight.grad)
+                    weight.grad /= 2
+                sgd.step()
+                for name, weight in common.items():
+                    twins[name].data.copy_(weight.data)
+        gaps = [(local_part(own[n]) - twin).abs().max() for n, twin in twins.items()]
+    return float(max(gaps)), max(norms)
+
+
+def test_replicas_are_plain_models_with_norms_of_their_own(two_ranks: RankPool) -> None:
+    for gap, norm in two_ranks.run(clipped_apart, 0.5):
+        assert gap < 2e-6 and norm > 0.5
+
+
+SAVED = 2  # half of the steps
+SAVING = [*RUN, *APART, "--validation.dataset=training", "--validation.steps=1"]
+PURE = [*SAVING, *degrees(local_batch=4)]
+
+
+def outer_bytes(rows: list[dict[str, Any]]) -> list[tuple[str, str, int]]:
+    own = [row for row in rows if row["scope"] == "outer"]
+    assert all(row["mesh_dim"] == "dp_replicate" for row in own)
+    return [(row["op"], row["dtype"], row["elements"]) for row in own]
+
+
+@pytest.mark.parametrize(
+    ("bits", "op", "dtype"), [(32, "all_reduce", "float64"), (4, "all_gather", "uint8")]
+)
+def test_a_resume_is_exact_and_bytes_are_those_of_exchanges(
+    bits: int, op: str, dtype: str, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    arguments, other = [*PURE, f"--outer.bits={bits}"], str(tmp_path / "other")
+    ranks = two_ranks.run(layout_runs.examine, arguments, other, False)
+    run = ranks[0]
+    assert run["resumed"] == {"difference": 0.0, "logged": True}
+    entries = sum(value.size for value in run["parameters"].values())
+    sent = entries if bits == 32 else 2 * -(-entries // 128) * (64 + 4)
+    for rank in ranks:
+        assert rank["rejected"]["changed"] == [] and rank["rejected"]["trains"]
+        found = [outer_bytes(rows) for rows in rank["sent"]]
+        assert found == [[], [], [(op, dtype, sent)], [(op, dtype, sent)]]
+        paper, dtypes = on_paper(arguments, 2)
+        (stated,) = paper.outer.exchanges(0)
+        own = [row for row in rank["sent"][2] if row["scope"] == "outer"]
+        assert not differences(compare(own, [stated], dtypes))
+        gradients = [row for row in rank["sent"][0] if row["pass"] == "backward"]
+        assert not gradients
+    # Exchanges follow step 3 and the last one; the run was saved between them.
+    records = read_history(Path(run["dump_folder"]) / "metrics.jsonl")
+    for key, common in ((TRAIN_COMMON, [1, 0, 0, 1]), (VALIDATION_COMMON, [0, 0, 1, 1])):
+        assert [record[key] for record in records if key in record] == common
+    if bits == 32:
+        for layout in (degrees(local_batch=2), degrees(tensor=2, local_batch=4)):
+            folder = str(shutil.copytree(other, tmp_path / str(len(list(tmp_path.iterdir())))))
+            again = four_ranks.run(layout_runs.go_on, [*SAVING, *layout], folder)[0]
+            assert largest_difference(again, run) < EXACT
+    check_another_number(f"{other}/checkpoint/step-{SAVED}", bits, two_ranks, four_ranks)
+
+
+def check_another_number(step: str, bits: int, two: RankPool, four: RankPool) -> None:
+    """Replica k takes the saved replica k mod K, and no residual; the model is the common one."""
+    options = [*SAVING, f"--outer.bits={bits}", f"--checkpoint.initial_load_path={step}"]
+    options.append("--checkpoint.no_initial_load_model_only")
+    same = two.run(loaded, [*options, *degrees(local_batch=4)])
+    replicas = "--parallelism.data_parallel_replicate_degree=4"
+    more = four.run(loaded, [*options, *degrees(local_batch=2), replicas])
+    for state in ("weights", "moments"):
+        assert not same[0][state].equal(same[1][state])
+        for k in range(4):
+            assert more[k][state].equal(same[k % 2][state])
+    for rank in (*same, *more):
+        # No exchange has been yet.
+        assert rank["common"].equal(rank["drawn"])
+        assert (rank["residual"] is None) is (bits == 32)
+
+
+def loaded(arguments: list[str]) -> dict[str, Any]:
+    """Return what this rank has loaded of one matrix."""
+    with small_trainer(arguments) as trainer:
+        name = "layers.0.attention.wq.A.weight"
+        weight = trained_parameters(*trainer.model_parts)[name]
+        drawn = local_part(weight).detach().clone()
+        trainer.checkpointer.load(step=-1)
+        (adamw,) = trainer.optimizers.optimizers
+        residual = trainer.outer.residual.get(name)
+        return {
+            "drawn": drawn,
+            "weights": local_part(weight).detach().clone(),
+            "moments": local_part(adamw.state[weight]["exp_avg"]).clone(),
+            "common": local_part(trainer.outer.common[name]).clone(),
+            "residual": None if residual is None else local_part(residual).clone(),
+        }
+
+
+def spoilt_exchange() -> tuple[str, bool]:
+    """Return what is raised where a replica's weights are NaN, and whether others are as before."""
+    with small_trainer([*APART, *degrees(local_batch=4)]) as trainer:
+        batches, apply = iter(trainer.dataloader), trainer.apply
+        weight = local_part(next(trainer.model_parts[0].parameters()))
+
+        def spoil(verdict: Any) -> None:
+            apply(verdict)
+            if trainer.step == 3 and dist.get_rank() == 1:
+                weight.data.view(-1)[0] = torch.nan
+
+        trainer.apply = spoil
+        before = [local_part(value).clone() for value in trainer.outer.common.values()]
+        try:
+            for trainer.step in (1, 2, 3):
+                trainer.train_step(batches)
+        except NonFiniteError as error:
+            after = map(local_part, trainer.outer.common.values())
+            return str(error), all(a.equal(b) for a, b in zip(before, after, strict=True))
+    raise AssertionError("nothing was raised")
+
+
+def test_what_is_not_finite_is_not_exchanged(two_ranks: RankPool) -> None:
+    line = "step 3: an exchange of the replicas' weights is not finite; last good checkpoint: none"
+    assert two_ranks.run(spoilt_exchange) == [(line, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [
+        ([], degrees(local_batch=2)),
+        ([], degrees(tensor=2, local_batch=4)),
+        (["--outer.fragments=2"], degrees(pipeline=2, local_batch=4)),
+    ],
+    ids=["fsdp", "tensor", "pipeline-fragments"],
+)
+def test_layouts_inside_a_replica_change_nothing(
+    more: list[str], layout: list[str], two_ranks: RankPool, four_ranks: RankPool
+) -> None:
+    expected = two_ranks.run(train, [*APART, *more, *degrees(local_batch=4)])[0]
+    run = four_ranks.run(train, [*APART, *more, *layout])[0]
+    assert largest_difference(run, expected) < EXACT
+
+
+RICH = {
+    "hsdp-muon": [*degrees(local_batch=2), "--optimizer.name=Muon", "--outer.bits=4"],
+    "context-low_rank": [
+        *degrees(local_batch=4),
+        "--parallelism.context_parallel_degree=2",
+        "--activation_checkpoint.mode=low_rank",
+        "--outer.bits=2",
+    ],
+    "pipeline-spectron": [
+        *(*degrees(pipeline=2, local_batch=4), "--optimizer.name=Spectron"),
+        *("--outer.bits=8", "--outer.no_feedback"),
+    ],
+}
+
+
+@pytest.mark.parametrize("more", RICH.values(), ids=RICH.keys())
+def test_fragments_resume_and_reject_in_layouts(
+    more: list[str], four_ranks: RankPool, tmp_path: Path
+) -> None:
+    arguments, other = [*SAVING, *more, "--outer.fragments=2"], str(tmp_path / "other")
+    for rank in four_ranks.run(layout_runs.examine, arguments, other, False):
+        assert rank["resumed"]["logged"] and rank["resumed"]["difference"] == 0.0
+        assert rank["rejected"]["changed"] == [] and rank["rejected"]["trains"]

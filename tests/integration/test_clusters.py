@@ -1,0 +1,106 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The files for Slurm and Kubernetes, as far as one machine without them can run them."""
+
+import os
+import subprocess
+
+import pytest
+import yaml
+
+from tests.integration.runs import ROOT, environment
+from torchtitan_lr.config.build import build_job_config
+
+SBATCH = ROOT / "scripts/slurm/train.sbatch"
+
+# What the script calls: each command writes down its arguments, and what the ranks would see.
+COMMANDS = {
+    "srun": 'echo "srun $* NNODES=$NNODES NGPU=$NGPU $RDZV_ENDPOINT $RDZV_ID" >>$CALLS; $ENDING',
+    "scontrol": '[ "$1" = requeue ] && echo "requeue $2" >>$CALLS; printf "n1\\nn2\\n"',
+    "scancel": 'echo "scancel $*" >>$CALLS; kill -USR2 $(cat $CALLS.srun)',
+    "squeue": "echo ${STATE:-RUNNING}",
+}
+SAVES = "echo $$ >$CALLS.srun; trap 'exit 0' USR2; kill -USR1 $PPID; while :; do sleep 0.1; done"
+
+
+@pytest.fixture
+def submit(tmp_path):
+    def run(ending, **variables):
+        for name, body in COMMANDS.items():
+            command = tmp_path / name
+            command.write_text(f"#!/usr/bin/env bash\n{body}\n")
+            command.chmod(0o755)
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        script = COMMANDS["srun"].replace("$ENDING", ending)
+        (tmp_path / "srun").write_text(f"#!/usr/bin/env bash\n{script}\n")
+        granted = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "70042"}
+        granted |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
+        done = subprocess.run(
+            ["bash", SBATCH, "--training.steps=5"],
+            env=environment() | granted | path | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, calls.read_text().splitlines()
+
+    return run
+
+
+def test_slurm_finds_the_options_of_its_script():
+    """Slurm reads its options up to the first command."""
+    lines = SBATCH.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [line.split()[1] for line in lines if line.startswith("#SBATCH ")]
+    assert options == [line.split()[1] for line in lines[:first] if line.startswith("#SBATCH ")]
+    assert {"--exclusive", "--mem=0", "--requeue", "--signal=B:USR1@300"} <= set(options)
+
+
+@pytest.mark.parametrize(
+    ("ending", "variables", "status", "requeued"),
+    [
+        ("exit 0", {}, 0, False),
+        ("exit 2", {}, 2, False),  # refused
+        (SAVES, {}, 0, True),  # the notice before the end of its time
+        ("exit 137", {}, 137, True),  # a launcher was killed
+        ("exit 137", {"SLURM_RESTART_COUNT": "19"}, 137, False),
+        ("exit 143", {"STATE": "COMPLETING"}, 143, False),  # cancelled
+    ],
+)
+def test_a_slurm_job_returns_when_it_should(submit, ending, variables, status, requeued):
+    found, calls = submit(ending, **variables)
+    assert found == status, calls
+    assert ("requeue 70042" in calls) == requeued
+    restart = variables.get("SLURM_RESTART_COUNT", "0")
+    assert calls[0].endswith(f"NNODES=2 NGPU=8 n1:20042 70042-{restart}")
+    assert "./run_llama_train.sh --training.steps=5" in calls[0]
+    assert ("scancel --signal=USR1 70042.0" in calls) == (ending == SAVES)
+
+
+def test_slurm_runs_the_ranks_in_a_container(submit):
+    _, calls = submit("exit 0", CONTAINER="image.sqsh", CONTAINER_MOUNTS="/data:/data")
+    mounts = f"--container-mounts={os.getcwd()}:{os.getcwd()},/data:/data"
+    assert f"--container-image=image.sqsh {mounts} --container-workdir={os.getcwd()}" in calls[0]
+
+
+def test_the_numbers_of_the_kubernetes_job_agree():
+    job, policy = yaml.safe_load_all((ROOT / "scripts/k8s/jobset.yaml").read_text())
+    (replicated,) = job["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {each["name"]: each.get("value") for each in container["env"]}
+    assert spec["parallelism"] == spec["completions"] == int(given["NNODES"])
+    assert given["NGPU"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    name = job["metadata"]["name"]
+    assert given["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
+    assert policy["spec"]["podSelector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    assert (ROOT / container["command"][0]).exists()
+    config = build_job_config(
+        [f"--job.config_file={ROOT / given['CONFIG_FILE']}", *container["args"]]
+    )
+    assert config.job.dump_folder == "/outputs/llama"

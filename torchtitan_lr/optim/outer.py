@@ -1,0 +1,190 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Outer steps: replicas train apart, and exchange what they have changed every H steps.
+
+DiLoCo (arXiv 2311.08105, algorithm 1) has AdamW inside, MuLoCo (arXiv 2505.23725) Muon. Of replica
+k of K, with θ the common weights and θₖ its own:
+
+    Δₖ = θ - θₖ                       what it has changed, which is sent
+    Δ = Σₖ Δₖ / K
+    m ← μ m + Δ
+    θ ← θ - η (Δ + μ m)               with Nesterov; else θ - η m
+    θₖ ← θ
+
+With fewer than 32 bits a replica sends Q(Δₖ + eₖ) and keeps eₖ ← Δₖ + eₖ - Q(Δₖ + eₖ). Every tensor
+here is placed as its parameter, so that layouts inside a replica do not matter.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.config.schema import Outer
+
+BLOCK = 128
+"""Numbers that are rounded with a common scale."""
+
+
+def coded_bytes(entries: int, bits: int) -> int:
+    """Return the bytes of a message of `encode`."""
+    blocks = -(-entries // BLOCK)
+    return blocks * (BLOCK * bits // 8 + 4)
+
+
+def encode(x: Tensor, bits: int) -> Tensor:
+    """Round numbers x (n,) to whole multiples of a scale per block; return bytes (coded_bytes,).
+
+    The largest magnitude of a block is 2ᵇ⁻¹ - 1 times its scale: an error is at most scale / 2.
+    """
+    blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    most = 2 ** (bits - 1) - 1
+    scale = torch.linalg.vector_norm(blocks, torch.inf, 1, keepdim=True) / most  # (blocks, 1)
+    # A block of zeros has scale 0.
+    whole = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
+    if bits == 16:
+        codes = whole.to(torch.int16).view(torch.uint8)
+    else:
+        unsigned = whole.add_(most).to(torch.uint8)
+        codes = torch.zeros_like(unsigned[:, :: 8 // bits])
+        for place in range(8 // bits):
+            codes |= unsigned[:, place :: 8 // bits] << place * bits
+    return torch.cat([codes, scale.view(torch.uint8)], 1).flatten()
+
+
+def decode(message: Tensor, entries: int, bits: int) -> Tensor:
+    """Return the fp32 numbers (entries,) of a message of `encode`."""
+    rows = message.view(-1, BLOCK * bits // 8 + 4)
+    scale = rows[:, -4:].contiguous().view(torch.float32)  # (blocks, 1)
+    codes, most = rows[:, :-4].contiguous(), 2 ** (bits - 1) - 1
+    if bits == 16:
+        whole = codes.view(torch.int16).float()
+    else:
+        places = [codes >> place * bits & 2**bits - 1 for place in range(8 // bits)]
+        whole = torch.stack(places, -1).flatten(1).float().sub_(most)
+    return whole.mul_(scale).flatten()[:entries]
+
+
+def layer_fragments(names: Iterable[str], layers: int, fragments: int) -> dict[str, int]:
+    """Return the fragment of each parameter: blocks in order, the ends with the first and last."""
+    found = {}
+    for name in names:
+        match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        end = 0 if "embeddings" in name else fragments - 1
+        found[name] = int(match[1]) * fragments // layers if match else end
+    return found
+
+
+def due_after(step: int, every: int, fragments: int) -> list[int]:
+    """Return the fragments that are exchanged after a step; fragment f is at step fH/F."""
+    offsets = (every * fragment // fragments for fragment in range(fragments))
+    return [f for f, offset in enumerate(offsets) if (step - offset) % every == 0]
+
+
+class OuterSteps:
+    """The outer optimizer of a rank's parameters, with the exchange between its replicas.
+
+    Attributes:
+        common: The common weights by name, as after the last exchange.
+        momentum: The outer momentum by name.
+        residual: What rounding has left of this replica's messages, by name; empty without it.
+        together: Whether the parameters are the common weights, as after an exchange of all.
+        began_together: Whether they were when the last step began: its loss is of these weights.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        layers: int,
+        section: Outer,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        # ``mesh`` is of the replicas, if there are several.
+        self.section, self._mesh, self.parameters = section, mesh, dict(parameters)
+        self.replicas, self.replica = 1, 0
+        if mesh is not None:
+            self.replicas, self.replica = mesh.size(), mesh.get_local_rank()
+        self._fragments = layer_fragments(self.parameters, layers, section.fragments)
+        self.together = self.began_together = True
+        self.common = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.momentum = {name: torch.zeros_like(p) for name, p in self.common.items()}
+        self.residual: dict[str, Tensor] = {}
+        if section.bits < 32 and section.feedback:
+            self.residual = {name: torch.zeros_like(p) for name, p in self.common.items()}
+
+    @torch.no_grad()
+    def after(
+        self, step: int, last: bool = False, sending: AbstractContextManager[object] | None = None
+    ) -> bool:
+        """Exchange the fragments that are due after a step, all of them after the last one.
+
+        Call it on every rank. It returns False, and has changed nothing, if a rank's mean is not
+        finite. The messages are sent inside of ``sending``.
+        """
+        fragments, self.began_together = self.section.fragments, self.together
+        due = range(fragments) if last else due_after(step, self.section.every, fragments)
+        if not due:
+            self.together = False
+            return True
+        # A pipeline rank may have nothing of a fragment.
+        names = [name for name, fragment in self._fragments.items() if fragment in due]
+        none = local_part(next(iter(self.common.values()))).new_empty(0)
+        changes = torch.cat([none, *map(self._change, names)])  # (n,): Δₖ + eₖ
+        with sending or nullcontext():
+            mean, sent = self._mean(changes) if names else (none, none)
+        bad = (~mean.sum().isfinite()).float()  # without a copy of them
+        if dist.is_initialized():
+            dist.all_reduce(bad)
+        if bad.item():  # the host waits for the exchange
+            return False
+        left = changes.sub_(sent)
+        sizes = [local_part(self.common[name]).numel() for name in names]
+        for name, delta, rest in zip(names, mean.split(sizes), left.split(sizes), strict=True):
+            self._step(name, delta)
+            if self.residual:
+                own = local_part(self.residual[name])
+                own.copy_(rest.view_as(own))
+        self.together = len(due) == fragments
+        return True
+
+    def _change(self, name: str) -> Tensor:
+        change = local_part(self.common[name]) - local_part(self.parameters[name])
+        if self.residual:
+            change += local_part(self.residual[name])
+        return change.flatten()
+
+    def _mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean over the replicas, and what this one has sent, of numbers x (n,)."""
+        bits, group = self.section.bits, self._mesh and self._mesh.get_group()
+        if bits == 32:
+            total = x.clone()
+            if group:
+                dist.all_reduce(total, group=group)
+            return total.div_(self.replicas), x
+        message = encode(x, bits)
+        messages = message
+        if group:
+            messages = message.new_empty(self.replicas * len(message))
+            dist.all_gather_into_tensor(messages, message, group=group)
+        total = torch.zeros_like(x)
+        for each in messages.chunk(self.replicas):  # in one order on all ranks
+            total += decode(each, len(x), bits)
+        return total.div_(self.replicas), decode(message, len(x), bits)
+
+    def _step(self, name: str, delta: Tensor) -> None:
+        """Step a parameter along the mean change Δ (n,), from the common weights on."""
+        section, eta, mu = self.section, self.section.lr, self.section.momentum
+        common, own = local_part(self.common[name]), local_part(self.parameters[name])
+        momentum, delta = local_part(self.momentum[name]), delta.view_as(common)
+        # θ - η (Δ + μ (μ m + Δ)), or θ - η (μ m + Δ), with θ - Δ as the replicas' mean: what a
+        # single replica has trained stays bit for bit with η = 1 and μ = 0.
+        trained = own if self.replicas == 1 and section.bits == 32 else common - delta
+        weight, kept = (eta * (1 + mu), eta * mu * mu) if section.nesterov else (eta, eta * mu)
+        common.copy_(torch.lerp(common, trained, weight).sub_(momentum, alpha=kept))
+        momentum.mul_(mu).add_(delta)
+        own.copy_(common)

@@ -1,0 +1,89 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What a checkpoint holds of replicas that train apart.
+
+Its model is the common weights: what reads a checkpoint takes these. ``optimizer`` has a part of
+each replica, ``outer`` the momentum and of each replica its own weights, where they differ from the
+common ones, and its residual. A tensor is saved by the ranks of its replica, so that it loads in
+any layout inside of one. Another number of replicas takes the saved ones in turns.
+"""
+
+import re
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from torchtitan_lr.checkpoints.folders import OUTER
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.console.log import console
+from torchtitan_lr.optim.outer import OuterSteps
+from torchtitan_lr.titan.components import MODEL, OptimizersContainer
+
+_OF_REPLICA = re.compile(rf"(?:optimizer|{OUTER})\.replica_(\d+)\.(weights\.)?")
+
+State = dict[str, Any]
+
+
+class OuterStates:
+    """The state ``outer`` of a checkpoint."""
+
+    def __init__(self, outer: OuterSteps, optimizers: OptimizersContainer) -> None:
+        self._outer, self._optimizers = outer, optimizers
+        self._source = outer.replica  # the saved one to load; the own one but while loading
+        self._residual = outer.residual
+
+    def replace_in(self, states: State) -> None:
+        """Replace those states of a checkpoint manager that outer steps change."""
+        states[MODEL] = SimpleNamespace(
+            state_dict=lambda: dict(self._outer.common), load_state_dict=self._load_common
+        )
+        states["optimizer"] = SimpleNamespace(
+            state_dict=self._optimizer_state, load_state_dict=self._load_optimizer
+        )
+        states[OUTER] = self
+
+    def expect(self, names: Iterable[str], whole: bool) -> None:
+        """Prepare to load a checkpoint with tensors of these names, with or without `outer`."""
+        found = [match for name in names if (match := _OF_REPLICA.match(name))]
+        replicas = self._outer.replicas
+        saved = 1 + max((int(match[1]) for match in found), default=replicas - 1)
+        self._source = self._outer.replica % saved
+        self._outer.together = not (whole and any(match[2] for match in found))
+        if saved != replicas:
+            self._residual = {}
+            what = f"{saved} replicas were saved, and {replicas} go on, in turns"
+            dropped = "; what rounding has left of their messages is dropped"
+            console.info(what + (dropped if self._outer.residual else ""))
+
+    def state_dict(self) -> State:
+        """Return the momentum, and this replica's residual and weights."""
+        own = {f"residual.{name}": value for name, value in self._residual.items()}
+        if not self._outer.together:
+            own |= {f"weights.{name}": value for name, value in self._outer.parameters.items()}
+        momentum = {f"momentum.{name}": value for name, value in self._outer.momentum.items()}
+        return momentum | {self._prefix + name: value for name, value in own.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Do nothing: tensors of parameters are loaded in place."""
+
+    @property
+    def _prefix(self) -> str:
+        return f"replica_{self._source}."
+
+    def _optimizer_state(self) -> State:
+        found = {}
+        for name, value in self._optimizers.state_dict().items():
+            common = name.startswith("param_groups.")
+            found[name if common else self._prefix + name] = value
+        return found
+
+    def _load_optimizer(self, state: State) -> None:
+        own = {name.removeprefix(self._prefix): value for name, value in state.items()}
+        self._optimizers.load_state_dict(own)
+
+    def _load_common(self, state: State) -> None:
+        """Take the common weights; called last, when all other states are loaded."""
+        for name, common in self._outer.common.items():
+            local_part(common).copy_(local_part(state[name]))
+            if self._outer.together:
+                local_part(self._outer.parameters[name]).copy_(local_part(common))
+        self._source, self._residual = self._outer.replica, self._outer.residual
