@@ -219,9 +219,9 @@ def test_what_is_not_finite_is_not_exchanged(two_ranks: RankPool) -> None:
     [
         ([], degrees(local_batch=2)),
         ([], degrees(tensor=2, local_batch=4)),
-        (["--outer.fragments=2"], degrees(pipeline=2, local_batch=4)),
+        (["--outer.fragments=2", "--outer.overlap"], degrees(pipeline=2, local_batch=4)),
     ],
-    ids=["fsdp", "tensor", "pipeline-fragments"],
+    ids=["fsdp", "tensor", "pipeline-streaming"],
 )
 def test_layouts_inside_a_replica_change_nothing(
     more: list[str], layout: list[str], two_ranks: RankPool, four_ranks: RankPool
@@ -232,7 +232,10 @@ def test_layouts_inside_a_replica_change_nothing(
 
 
 RICH = {
-    "hsdp-muon": [*degrees(local_batch=2), "--optimizer.name=Muon", "--outer.bits=4"],
+    "hsdp-muon-overlap": [  # a message is on its way when step 2 is saved
+        *(*degrees(local_batch=2), "--optimizer.name=Muon", "--outer.bits=4"),
+        *("--outer.every=2", "--outer.overlap"),
+    ],
     "context-low_rank": [
         *degrees(local_batch=4),
         "--parallelism.context_parallel_degree=2",

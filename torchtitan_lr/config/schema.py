@@ -563,6 +563,10 @@ class Outer:
     """Parts of the model, of consecutive layers, that are exchanged in turns: each every ``every``
     steps, all of them after the last step."""
 
+    overlap: bool = False
+    """Send while the next step computes, and take the outer step after it. A replica keeps what it
+    has changed in that step."""
+
 
 @dataclass
 class ActivationCheckpoint:

@@ -146,6 +146,8 @@ class Trainer(TitanTrainer):
         self.stop.install()
         self.dataloader.stopping = lambda: self.stop.name is not None
         self.checkpointer.load(step=config.checkpoint.load_step)
+        if self.outer is not None:
+            self.outer.resume(self.step)
         self._start()
         batches = iter(self.dataloader)
         with profilers(config, self.step) as profiling:

@@ -89,6 +89,39 @@ def test_outer_steps_are_those_of_sgd(bits, nesterov):
         torch.testing.assert_close(weight.detach(), twin.detach(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("bits", [32, 4])
+def test_a_message_that_overlaps_arrives_a_step_later(bits):
+    """Torch's SGD on the changes; what a step changes meanwhile stays."""
+    source = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(300, generator=source, dtype=torch.float64))
+    twin = torch.nn.Parameter(weight.detach().clone())
+    sgd = torch.optim.SGD([twin], lr=0.7, momentum=0.8, nesterov=True)
+    outer = OuterSteps({"w": weight}, 1, Outer(every=3, bits=bits, overlap=True))
+    owed, sent, expected = torch.zeros_like(twin), twin, weight.detach().clone()
+    for step in range(1, 12):
+        inner = 1e-2 * torch.randn(300, generator=source, dtype=torch.float64)
+        weight.data += inner
+        expected += inner
+        if step > 3 and step % 3 == 1:
+            twin.grad = sent
+            sgd.step()
+            expected = twin.detach() + inner
+        if step % 3 == 0:
+            change = twin.detach() - expected + owed
+            sent = change if bits == 32 else torch.from_numpy(rounded(change.numpy(), bits))
+            owed = change - sent
+        if step == 9:  # a resumed run: another object with what was saved
+            assert outer.after(step) and not outer.together
+            kept, outer = outer, OuterSteps({"w": weight}, 1, outer.section)
+            outer.common, outer.momentum = kept.common, kept.momentum
+            outer.residual, outer.together = kept.residual, False
+            outer.resume(step)
+        else:
+            assert outer.after(step)
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-9)
+    assert outer.after(12, last=True) and outer.together and torch.equal(weight, outer.common["w"])
+
+
 def test_what_is_not_finite_changes_nothing():
     weight = torch.nn.Parameter(torch.ones(4))
     outer = OuterSteps({"w": weight}, 1, Outer(every=3))
