@@ -38,7 +38,7 @@ def build(
 ) -> OptimizersContainer:
     """Draw the factors of all linears, then build the optimizer that the name begins with."""
     (model,) = model_parts
-    generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+    generator = torch.Generator().manual_seed(model.model_args.init_seed)
     for module in model.modules():
         if isinstance(module, LowRankLinear):
             draw_factors(module, generator)
