@@ -7,6 +7,7 @@ adds draw the factors so before the first step. On one process.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,8 @@ def build(
 ) -> OptimizersContainer:
     """Draw the factors of all linears, then build the optimizer that the name begins with."""
     (model,) = model_parts
-    generator = torch.Generator().manual_seed(model.model_args.init_seed)
+    args: Any = model.model_args
+    generator = torch.Generator().manual_seed(args.init_seed)
     for module in model.modules():
         if isinstance(module, LowRankLinear):
             draw_factors(module, generator)
