@@ -117,6 +117,13 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     section, args, entry = config.optimizer, llama_args(config), ENTRIES[config.optimizer.name]
     if args is not None and entry.check is not None:
         imported(entry.check)(config, world_size, device_type)
+    if entry.rates is not None:
+        least, most, source = entry.rates
+        if not least <= section.lr <= most:
+            logger.warning(
+                "optimizer.lr = %g is beyond the rates of %s that are known to work, %g to %g (%s)",
+                *(section.lr, entry.name, least, most, source),
+            )
     # Offloading leaves the state on the host.
     fits = not (config.training.enable_cpu_offload and entry.sends_state)
     require(fits, "training.enable_cpu_offload", True, f"false with {entry.name}")
@@ -126,7 +133,7 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
             what = f"model.name = {config.model.name!r}"
         for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
             key, got = f"optimizer.{name}", getattr(section, name)
-            default = entry.defaults.get(key, getattr(Optimizer(), name))
+            default = entry.defaults_of(config.model.name).get(key, getattr(Optimizer(), name))
             require(got == default, key, got, f"{default!r} with {what}")
         return
     if section.groups:

@@ -45,6 +45,11 @@ class OptimizerEntry:
     """How those keys begin that not every optimizer reads, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values by key that replace the defaults of config/schema.py."""
+    of_models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Those that replace `defaults` for a ``model.name``."""
+    rates: tuple[float, float, str] | None = None
+    """The least and the highest ``optimizer.lr`` of searches and papers, and which these are;
+    a rate beyond them is warned of."""
     fits: Function | None = None
     """Refuses a model that it cannot train: called with ``[optimizer]`` and the shapes by name."""
     check: Function | None = None
@@ -57,8 +62,14 @@ class OptimizerEntry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "like", self.like or self.name)
 
+    def defaults_of(self, model: str) -> dict[str, Any]:
+        """Return the values by key that replace the defaults of config/schema.py for a model."""
+        return {**self.defaults, **self.of_models.get(model, {})}
 
-def _spectral(name: str, updates: Updates, defaults: dict[str, Any]) -> OptimizerEntry:
+
+def _spectral(
+    name: str, updates: Updates, rates: tuple[float, float, str], **facts: Any
+) -> OptimizerEntry:
     return OptimizerEntry(
         name,
         "torchtitan_lr.optim.containers:build_spectral",
@@ -68,16 +79,28 @@ def _spectral(name: str, updates: Updates, defaults: dict[str, Any]) -> Optimize
         sends_state=True,
         reads_groups=True,
         keys=("optimizer.momentum", "optimizer.nesterov"),
-        # The size of an update does not depend on the gradient's: nothing is clipped.
-        defaults=defaults | {"training.max_norm": math.inf},
+        rates=rates,
+        **facts,
     )
 
 
+# Our searches are those of docs/results.md, at widths 48 to 128: one rate of embedding, head and
+# norms was good for every family and optimizer. Spectron's authors have 7e-2 at every size.
+_OF_ENDS = {"optimizer.adamw_lr": 6e-2}
+# The size of an update does not depend on the gradient's: nothing is clipped.
+_UNCLIPPED = {"training.max_norm": math.inf}
+_COLA = {  # Appendix D.1, whose decay and clipping are those of config/schema.py
+    "optimizer.lr": 3e-3,  # "a balanced choice"
+    "lr_scheduler.warmup_ratio": 0.1,
+    "lr_scheduler.decay_type": "cosine",
+}
 _ADAMW = OptimizerEntry(
     "AdamW",
     "torchtitan_lr.optim.containers:build_adam",
     cost="torchtitan_lr.costs.optimizer_costs:OptimizerCost",
     reads_groups=True,
+    of_models=dict.fromkeys(("llama_cola", "llama_svd", "llama_lax"), _COLA),
+    rates=(0.0, 2.5e-2, "our searches; CoLA has 1e-3 to 6e-3"),
 )
 ENTRIES: dict[str, OptimizerEntry] = {
     "AdamW": _ADAMW,
@@ -92,25 +115,47 @@ ENTRIES: dict[str, OptimizerEntry] = {
         tf32_products=True,
         reads_groups=True,
         keys=("optimizer.tsr_",),
+        defaults={"optimizer.lr": 1e-2},  # the paper's, at every size
+        rates=(1e-3, 8e-2, "our searches; the paper has 1e-2"),
         fits="torchtitan_lr.optim.tsr.selection:plan_configured",
     ),
     "Muon": _spectral(
         "Muon",
         "matrices",
-        # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum.
-        {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
+        (1e-4, 2.5e-2, "Moonlight's and Spectron's dense models; our searches"),
+        # Rates: the best of our searches for full rank and LaX, for CoLA and plain factors.
+        # Jordan et al.'s momentum; Moonlight's decay (arXiv 2502.16982).
+        defaults=_OF_ENDS
+        | _UNCLIPPED
+        | {"optimizer.lr": 4e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
+        of_models={name: {"optimizer.lr": 1e-2} for name in ("llama_cola", "llama_svd")},
     ),
     "Spectron": _spectral(
         "Spectron",
         "factors",
-        # The middle of the paper's rates (arXiv 2602.12429); Emerging-Optimizers' momentum, decay.
-        {"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
+        (1e-3, 2.5e-1, "the paper's stable rates; our searches; its authors' code has 7e-2"),
+        # Rates: the best of our searches for CoLA, for plain factors and LaX. The rest is the
+        # authors' training code (github.com/da462/spectron), with their decay of 1e-2.
+        defaults=_OF_ENDS
+        | {
+            "optimizer.lr": 1e-1,
+            "optimizer.momentum": 0.95,
+            "optimizer.nesterov": True,
+            "optimizer.beta2": 0.95,
+            "training.max_norm": 1.0,
+            "lr_scheduler.warmup_ratio": 0.05,
+            "lr_scheduler.decay_type": "cosine",
+            "lr_scheduler.min_lr_factor": 0.0,
+        },
+        of_models={name: {"optimizer.lr": 4e-2} for name in ("llama_svd", "llama_lax")},
     ),
     "LoRAMuon": _spectral(
         "LoRAMuon",
         "factors",
-        # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
-        {"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
+        (1e-3, 1e-1, "our searches; Jordan et al. have 2e-2 for updates of spectral norm 1"),
+        # Rates: the best of our searches for CoLA and plain factors, and for LaX.
+        defaults=_OF_ENDS | _UNCLIPPED | {"optimizer.lr": 4e-2},
+        of_models={"llama_lax": {"optimizer.lr": 1.5e-2}},
     ),
 }
 """The optimizers by name; `register_optimizer` adds those from outside the package."""
