@@ -136,9 +136,9 @@ class OuterSteps:
     ) -> bool:
         """Exchange the fragments that are due after a step, all of them after the last one.
 
-        Call it on every rank. It returns False, and has changed nothing, if a rank's mean is not
-        finite. The messages are sent inside of ``sending``. Those that overlap are taken in here
-        after the next step.
+        Call it on every rank. It returns False, and has changed nothing by that exchange, if a
+        rank's mean is not finite. The messages are sent inside of ``sending``. Those that overlap
+        are taken in here after the next step.
         """
         fragments, self.began_together = self.section.fragments, self.together
         self.together = False

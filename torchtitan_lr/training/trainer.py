@@ -386,7 +386,8 @@ class Trainer(TitanTrainer):
             who = f"{dims.dp_replicate} replicas exchange {config.outer.bits} bits per number"
             if dims.dp_replicate == 1:
                 who = "one replica, which sends nothing, steps"
-            console.info(f"outer steps: {who} every {config.outer.every} steps")
+            meanwhile = ", while the next step computes" if config.outer.overlap else ""
+            console.info(f"outer steps: {who} every {config.outer.every} steps{meanwhile}")
         console.info(f"Training starts at step {self.step + 1}")
         if config.compile.enable:
             console.info("The first step compiles the model, which may take minutes")

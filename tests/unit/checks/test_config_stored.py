@@ -87,6 +87,7 @@ def test_a_checkpoint_of_other_outer_steps_is_refused(tmp_path):
     for option, line, state in (
         ("--outer.every=0", "outer.every: got 0, expected 9 as in ", "optimizer"),
         ("--outer.bits=8", "outer.bits: got 8, expected 4 as in ", "outer"),
+        ("--outer.overlap", "outer.overlap: got True, expected False as in ", "outer"),
     ):
         told = refusal(*options, option)
         assert told.startswith(line) and f"{state} {way}" in told
