@@ -32,9 +32,8 @@ def test_every_train_config_passes(path, tmp_path):
         overrides.append("--checkpoint.initial_load_path=")  # it need not be here
     world = 4 if "debug" in path.stem else max(8, least_ranks(vars(given.parallelism)))
     config = check(*overrides, world=world, device="cuda", config_file=path)
-    assert config.lr_scheduler.warmup_steps * 10 in range(
-        config.training.steps - 10, config.training.steps + 1
-    )
+    share = 20 if given.optimizer.name == "Spectron" else 10
+    assert config.lr_scheduler.warmup_steps == config.training.steps // share
 
 
 @pytest.fixture

@@ -100,6 +100,7 @@ def test_the_command_line_wins(tmp_path):
     settings = {name: settings_of(plan.point(name, "a", 1.0, 0, 1e-3)) for name in ("full", "cola")}
     assert [found["training.seq_len"] for found in settings.values()] == [64, 64]
     assert settings["cola"]["optimizer.beta1"] == 0.5 != settings["full"]["optimizer.beta1"]
+    assert "optimizer.tsr_rank" not in settings["cola"]  # AdamW does not read it
 
 
 def test_lengths_by_hand(tmp_path):
