@@ -24,6 +24,7 @@ from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
 from torchtitan_lr.models.linears import Gated, down_products, gated_linear
+from torchtitan_lr.numerics import add_product, exact_products, product, sides
 from torchtitan_lr.parallel import btp, paired
 from torchtitan_lr.parallel.context import gather_row
 from torchtitan_lr.parallel.megatron import column_parallel, gather_and_sum_wide
@@ -249,6 +250,34 @@ def test_forward_and_gradients(
         assert error <= LIMITS[dtype]
     assert bool(called.names) == (case.function not in ALONE)
     assert ("all_to_all_single" in called.names) == ("wide" in case.variant)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("stack", [(), (3,)], ids=["one", "three"])
+def test_a_split_product_has_16_bits(
+    stack: tuple[int, ...], flipped: bool, device: torch.device
+) -> None:
+    a, b = (_normal(*stack, rows, 304) for rows in (24, 32))
+    exact, size = a.double() @ b.double().mT, a.abs() @ b.abs().mT
+    rounded = a.bfloat16().double() @ b.bfloat16().double().mT
+    a, b = ((x.mT.contiguous().mT if flipped else x).to(device) for x in (a, b))
+    with exact_products(split=True):
+        left, right = sides(a)[0], sides(b)[1]
+        found = product(left, right).cpu()
+        added = add_product(exact.float().to(device), left, right, beta=0.5, alpha=-0.5).cpu()
+        wide = [x.dtype for x in sides(exact)]
+    assert left.dtype == right.dtype == torch.bfloat16 and left.shape[-1] == 912
+    assert left.stride(-2 if flipped else -1) == 1
+    assert ((found - exact).abs() <= 2.0**-15 * size).all()
+    assert ((rounded - exact).abs() > 2.0**-15 * size).any()
+    assert ((added - (exact - found) / 2).abs() <= 1e-6 * size).all()
+    # fp64, and fp32 elsewhere, stay as they are; of a symmetric matrix itself is on the right.
+    assert wide == [torch.float64] * 2
+    assert sides(a)[0] is a and sides(a, symmetric=True)[1] is a
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def _listed(result: Any) -> list[Tensor]:

@@ -7,7 +7,14 @@ from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.allocations import peak_bytes
-from torchtitan_lr.numerics import joint_norm, rounded_once, scale_
+from torchtitan_lr.numerics import (
+    exact_products,
+    joint_norm,
+    product,
+    rounded_once,
+    scale_,
+    sides,
+)
 
 BF16_ROUNDS = torch.tensor(1 / 393_728)
 """One over a number of tokens; bf16 is off by 0.24%."""
@@ -81,3 +88,19 @@ def test_a_gpu_multiplies_bf16_in_fp32():
     with Factors() as factors:
         scale_(tensors, BF16_ROUNDS.to("meta"))
     assert factors.found == [(torch.float32, 2), (torch.float32, 1)]
+
+
+def test_a_gpu_multiplies_split_matrices_by_one_product_with_fp32_sums():
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "mm" in func.__name__:
+                seen.append((func.__name__, *(x.dtype for x in args[:2]), tuple(args[0].shape)))
+            return func(*args, **kwargs or {})
+
+    seen = []
+    with Products(), exact_products(split=True):
+        for stack in ((), (3,)):
+            left, right = sides(torch.empty(*stack, 8, 16, device="meta"))
+            assert product(left, right).dtype == torch.float32
+    bf16 = torch.bfloat16
+    assert seen == [("mm.dtype", bf16, bf16, (8, 48)), ("bmm.dtype", bf16, bf16, (3, 8, 48))]

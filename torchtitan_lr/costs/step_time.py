@@ -19,6 +19,7 @@ from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.messages import Traffic, element_size
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.schedule import makespan, pipeline_order
+from torchtitan_lr.optim.entries import PRODUCTS
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
@@ -150,8 +151,8 @@ def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     """Return the modelled time of the optimizer's kernels in a step."""
     work = run.optimizer.work(pp_rank)
     peak = hardware.fp32_tflops or hardware.peak_tflops
-    if run.entry.tf32_products and run.config.training.mixed_precision_param != "float32":
-        peak = hardware.peak_tflops / 2  # TF32 has half the speed of bf16
+    if run.entry.half_products and run.config.training.mixed_precision_param != "float32":
+        peak = hardware.peak_tflops / PRODUCTS[run.entry.half_products]
     products = work.flops / (peak * 1e12 * hardware.matmul_efficiency)
     return kernel_seconds(work, hardware) + products
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
+PRODUCTS = {"tf32": 2, "bf16x3": 4}
+"""How products of fp32 matrices may be rounded, with the products in bf16 that take as long: TF32;
+three of numbers that are split in two, and the splitting (`numerics.sides`)."""
+
 Function = Callable[..., Any] | str  # a function, or the path of one
 Updates = Literal["all", "matrices", "factors"]
 
@@ -37,8 +41,9 @@ class OptimizerEntry:
     """Whether it gets the gradients of each replica, and sums what it wants of them itself."""
     sends_state: bool = False
     """Whether it sends tensors of its state, which offloading leaves on the host."""
-    tf32_products: bool = False
-    """Whether its fp32 products may run in TF32 where the model computes in bf16."""
+    half_products: str = ""
+    """How its fp32 products run on CUDA where the model computes in half precision: a name of
+    `PRODUCTS`, or in fp32."""
     reads_groups: bool = False
     """Whether its rates are those of `optim.groups.rates_of`."""
     keys: tuple[str, ...] = ()
@@ -68,7 +73,11 @@ class OptimizerEntry:
 
 
 def _spectral(
-    name: str, updates: Updates, rates: tuple[float, float, str], **facts: Any
+    name: str,
+    updates: Updates,
+    rates: tuple[float, float, str],
+    half_products: str = "bf16x3",
+    **facts: Any,
 ) -> OptimizerEntry:
     return OptimizerEntry(
         name,
@@ -77,6 +86,7 @@ def _spectral(
         updates=updates,
         splits_columns=True,
         sends_state=True,
+        half_products=half_products,
         reads_groups=True,
         keys=("optimizer.momentum", "optimizer.nesterov"),
         rates=rates,
@@ -112,7 +122,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
         sums_replicas=True,
         sends_state=True,
         # They are the only fp32 products of such a run: errors stay below bf16's of the gradients.
-        tf32_products=True,
+        half_products="tf32",
         reads_groups=True,
         keys=("optimizer.tsr_",),
         defaults={"optimizer.lr": 1e-2},  # the paper's, at every size
@@ -156,6 +166,9 @@ ENTRIES: dict[str, OptimizerEntry] = {
         # Rates: the best of our searches for CoLA and plain factors, and for LaX.
         defaults=_OF_ENDS | _UNCLIPPED | {"optimizer.lr": 4e-2},
         of_models={"llama_lax": {"optimizer.lr": 1.5e-2}},
+        # The roots of weights' Gram matrices need more than 16 bits; three products in TF32 have
+        # 21, and take longer than one in fp32 (docs/data/h200.json).
+        half_products="",
     ),
 }
 """The optimizers by name; `register_optimizer` adds those from outside the package."""

@@ -89,8 +89,8 @@ class Trainer(TitanTrainer):
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
         half = job_config.training.mixed_precision_param != "float32"
-        tf32 = ENTRIES[job_config.optimizer.name].tf32_products
-        if self.device.type == "cuda" and half and tf32:
+        products = ENTRIES[job_config.optimizer.name].half_products
+        if self.device.type == "cuda" and half and products:
             # The optimizer's are the only fp32 products of such a run (docs/step.md).
             torch.set_float32_matmul_precision("high")
         dims, path = self.parallel_dims, job_config.model.hf_assets_path

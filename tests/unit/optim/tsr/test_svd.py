@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torchtitan_lr.optim.tsr import svd
 from torchtitan_lr.optim.tsr.svd import (
     Batch,
     Shards,
@@ -89,6 +90,26 @@ def test_a_fresh_sketch_keeps_the_signs_of_earlier_bases():
         fresh = solve([g], 5, 8, q=3, seed=seed)
         turned += int(((fresh.U * first.U).sum(1) < 0).sum())
     assert turned > 8
+
+
+@pytest.mark.parametrize("side", ["U", "V"])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_bases_that_are_not_orthonormal_show_in_the_values(dtype, side, monkeypatch):
+    gradients = [decaying(30, 20, seed=seed, ratio=0.8).to(dtype) for seed in range(3)]
+    omega = draw(3, 20, 8, seed=7).to(dtype)
+    good = solve_with(gradients, omega, 5)
+    exact = svd._small_svd
+
+    def spoilt(square):
+        found = exact(square)
+        getattr(found, side)[1, :, 3] = getattr(found, side)[1, :, 2]  # one direction twice
+        return found
+
+    assert solve_with(gradients, omega, 5, earlier=(good.U, good.V)).S.isfinite().all()
+    monkeypatch.setattr(svd, "_small_svd", spoilt)
+    found = solve_with(gradients, omega, 5, earlier=(good.U, good.V))
+    assert found.S.isnan().all(1).tolist() == [False, True, False]
+    assert torch.equal(found.S[::2], good.S[::2])
 
 
 @pytest.mark.parametrize("rank", [0, 2])
