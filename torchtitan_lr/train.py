@@ -35,9 +35,14 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
-from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
+from torchtitan_lr.errors import ConfigError, describe_error, escaped
 from torchtitan_lr.launch import run_folder
-from torchtitan_lr.launch.placement import gpu_count, launched_ranks
+from torchtitan_lr.launch.placement import (
+    GPUS_VARIABLE,
+    check_devices,
+    gpu_count,
+    launched_ranks,
+)
 from torchtitan_lr.launch.run_folder import (
     HELD_VARIABLE,
     check_ours,
@@ -71,10 +76,9 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     init_console(config.metrics.verbose)
     device_type = bind_device()
     ranks, devices = launched_ranks(config.comm.mode), gpu_count()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    # A machine that has lost one: restarts would fail in the same way.
-    want = f"less than {devices}, the number of GPUs that this rank sees"
-    require(not devices or local < devices, "LOCAL_RANK", local, want)
+    # Without the launcher a rank may see its own GPU alone.
+    own = int(os.environ.get("LOCAL_RANK", "0")) + 1 if devices else 0
+    check_devices(int(os.environ.get(GPUS_VARIABLE) or own), devices)
     folder = config.job.dump_folder
 
     def check() -> str:
@@ -158,7 +162,7 @@ def tell(error: Exception) -> tuple[str, str]:
     state = run_folder.DIVERGED if isinstance(error, NonFiniteError) else run_folder.FAILED
     why = describe_error(error)
     if isinstance(error, ConfigError):
-        state, why = run_folder.REFUSED, str(error)
+        state, why = run_folder.refusal_of(error), str(error)
     elif why is None:  # only a bug raises it
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]

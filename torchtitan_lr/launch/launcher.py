@@ -61,6 +61,8 @@ def rank_variables(environment: Environment) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
     if environment.comm_mode:  # the one rank of a dry run pretends that there are so many
         variables["NGPU"] = str(environment.ranks)
+    elif placement.gpu_count():
+        variables[placement.GPUS_VARIABLE] = str(environment.ranks)
     return variables
 
 
@@ -110,8 +112,10 @@ def run(
         again = failure.status in AGAIN_THE_SAME
         status = failure.status if again and failure.status else EXIT_STATUS[FAILED]
         state = {number: state for state, number in EXIT_STATUS.items()}[status]
-        # Others may have recorded what they saw of the end of a rank that a signal ended.
-        since = math.inf if (failure.status or 0) < 0 else began
+        # Others may have recorded what they saw of the end of a rank that a signal ended, and a
+        # rank what it saw of a lost device.
+        seen_in_part = (failure.status or 0) < 0 or state == run_folder.LOST
+        since = math.inf if seen_in_part else began
         record(state, str(failure), failure.rank, since)
         say(failure_line(failure, config))
         return status
@@ -135,7 +139,7 @@ def failure_line(failure: "Failure", config: Any) -> str:
         if free < 1:  # the rank may have found no place for its own words
             line += f"; no space left in {folder} ({free:.1f} MiB free)"
     line += f"; its output: {failure.output}"
-    if failure.status not in AGAIN_THE_SAME:
+    if failure.status not in AGAIN_THE_SAME or failure.status == EXIT_STATUS[run_folder.LOST]:
         line += how_to_resume(config)
     return escaped(line)
 
@@ -171,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
             return run(environment, placed.arguments, log_folder, config, signed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_STATUS[run_folder.REFUSED]
+        return EXIT_STATUS[run_folder.refusal_of(error)]
 
 
 def checked(argv: list[str]) -> Placement:

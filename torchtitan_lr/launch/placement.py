@@ -8,6 +8,8 @@ changed.
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, LostDeviceError, require
 
 DEFAULT_RANKS = 4  # without ``NGPU``: the most GPUs, or the CPU processes of a machine without
 
@@ -29,6 +31,11 @@ _LOCAL, _BATCH = "training.local_batch_size", "training.global_batch_size"
 
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
+
+GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"
+"""Environment variable of the ranks: how many GPUs they need on this machine."""
+
+_ANSWER_SECONDS = 60  # in which a driver must have counted its GPUs
 
 _DATA = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 
@@ -139,10 +146,16 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    want = f"at most {count}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)"
-    fits = not count or environment.ranks <= count or environment.comm_mode  # which needs one
-    require(fits, "NGPU", environment.ranks, want)
+    if count and not environment.comm_mode:  # which needs one
+        check_devices(environment.ranks, count)
     return "cuda" if count else "cpu"
+
+
+def check_devices(ranks: int, count: int) -> None:
+    """Raise a LostDeviceError where a machine has fewer GPUs than ranks."""
+    want = f"at most {count}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)"
+    if ranks > count:
+        raise LostDeviceError("NGPU", ranks, want)
 
 
 def gpu_count() -> int:
@@ -150,6 +163,17 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def counted_anew() -> int:
+    """Return `gpu_count` of a new process, as a driver may tell this one what was there before."""
+    count = f"from {__name__} import gpu_count; print(gpu_count())"
+    process = subprocess.Popen([sys.executable, "-c", count], stdout=subprocess.PIPE)
+    try:
+        return int(process.communicate(timeout=_ANSWER_SECONDS)[0])
+    except (subprocess.TimeoutExpired, ValueError):  # a driver that hangs; a crash
+        process.kill()  # nobody waits for it: it may be deaf within the driver
+        return 0
 
 
 def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:

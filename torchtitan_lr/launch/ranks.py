@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_lr.compat.elastic import Agent, Failure
+from torchtitan_lr.errors import LostDeviceError
+from torchtitan_lr.launch import placement
 from torchtitan_lr.launch.placement import Environment
 from torchtitan_lr.launch.processes import Signals
-from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME
+from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, LOST
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -121,6 +124,15 @@ def local_address(family: int, there: Any) -> str:
         return str(probe.getsockname()[0])
 
 
+def lost_device(needed: int) -> tuple[int, str] | None:
+    """Return the exit status and the line of a machine that has fewer GPUs than its ranks need."""
+    try:
+        placement.check_devices(needed, placement.counted_anew() if needed else 0)
+    except LostDeviceError as error:
+        return EXIT_STATUS[LOST], str(error)
+    return None
+
+
 def run_ranks(
     environment: Environment,
     command: Sequence[str],  # the module that every rank runs, and its arguments
@@ -144,7 +156,8 @@ def run_ranks(
         os.environ.update(given)
         rendezvous = meeting(environment)
         restarts = environment.max_restarts
-        agent = Agent(command, ranks, rendezvous, logs, restarts, final=AGAIN_THE_SAME)
+        lost = partial(lost_device, int(variables.get(placement.GPUS_VARIABLE, 0)))
+        agent = Agent(command, ranks, rendezvous, logs, restarts, AGAIN_THE_SAME, lost)
         if signals is not None:
             signals.agent = agent
         result = agent.run()
