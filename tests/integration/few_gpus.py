@@ -13,6 +13,12 @@ def gpu_count():
     return int(Path(os.environ["GPUS"]).read_text())
 
 
+def lost_devices(ranks):
+    """What the launcher finds after a failure."""
+    count = gpu_count()
+    return f"NGPU: got {ranks}, expected {placement.fewer(count)}" if ranks > count else ""
+
+
 if __name__ == "__main__":
-    placement.gpu_count = placement.counted_anew = gpu_count
+    placement.gpu_count, placement.lost_devices = gpu_count, lost_devices
     sys.exit(launcher.main())

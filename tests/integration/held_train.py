@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import filesystem
 
 from tests.integration.few_gpus import gpu_count
 from torchtitan_lr import train
+from torchtitan_lr.launch import placement
 from torchtitan_lr.launch.processes import begin_rank, exit_without_teardown
 from torchtitan_lr.training.trainer import Trainer
 
@@ -42,5 +43,5 @@ if __name__ == "__main__":
     begin_rank()  # in a fork the module of the ranks is imported already
     filesystem.FileSystemWriter.finish = finish
     if "GPUS" in os.environ:
-        train.gpu_count = gpu_count
+        placement.gpu_count = gpu_count
     exit_without_teardown(train.main(trainer_class=HeldTrainer))

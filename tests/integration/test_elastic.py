@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Ranks and machines that die: torchrun starts the rest again, and no number shows it."""
 
+import pickle
 import re
 import signal
 import socket
@@ -74,6 +75,11 @@ def test_a_stopped_rank_is_not_taken_for_a_killed_one(tmp_path):
     runs.wait_until_gone(ranks)
     (line,) = done.own_lines()
     assert line.startswith("error: rank 0 failed: ") and "imed out" in line, done.everything
+    # What rank 0 waited for, in the flight recorder's format of torch.
+    record = pickle.loads((tmp_path / "dump/comm_traces/rank_0").read_bytes())
+    last = record["entries"][-1]
+    assert (last["profiling_name"], last["input_dtypes"]) == ("gloo:all_gather", ["BFloat16"])
+    assert "one_pass" in [frame["name"] for frame in last["frames"]]
     assert "; rank 1 did not end on SIGTERM: stopped, or stuck; its output: " in line
 
 

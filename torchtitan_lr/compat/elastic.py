@@ -72,7 +72,8 @@ class Agent(LocalElasticAgent):
         logs: DefaultLogsSpecs,
         max_restarts: int,
         final: Collection[int],  # exit statuses that are not restarted
-        lost: Callable[[], tuple[int, str] | None],  # such a status, and why, after a failure
+        lost: Callable[[], str],  # why, after a failure, this machine cannot start them again
+        lost_status: int,  # that of such a failure
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -84,7 +85,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.1,
         )
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:")
-        self._final, self._lost, self._cause = final, lost, ""
+        self._final, self._lost, self._lost_status, self._cause = final, lost, lost_status, ""
         # Not those that the launcher, or a command, handles itself.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
 
@@ -147,7 +148,7 @@ class Agent(LocalElasticAgent):
             error, status = _reported(found).strip().partition("\n")[0], found.exitcode
             if status not in self._final and (lost := self._lost()):
                 # The other machines' ranks have failed too: they go on without this one.
-                status, error = lost[0], "; ".join(filter(None, (error, lost[1])))
+                status, error = self._lost_status, "; ".join(filter(None, (error, lost)))
             self.failure = Failure(rank, status, error, Path(output).parent, stuck)
             self._cause = str(self.failure)
             if not self.restarts or status in self._final:

@@ -32,11 +32,11 @@ _LOCAL, _BATCH = "training.local_batch_size", "training.global_batch_size"
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
 
-GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"
-"""Environment variable of the ranks: how many GPUs they need on this machine."""
+GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"  # tells ranks how many they need on their machine
 
-_ANSWER_SECONDS = 60  # in which a driver must have counted its GPUs
+fewer = "at most {}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)".format
 
+_ANSWER_SECONDS = 60  # of a driver that counts its GPUs
 _DATA = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 
 
@@ -146,16 +146,9 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    if count and not environment.comm_mode:  # which needs one
-        check_devices(environment.ranks, count)
+    if environment.ranks > count > 0 and not environment.comm_mode:  # which needs one
+        raise LostDeviceError("NGPU", environment.ranks, fewer(count))
     return "cuda" if count else "cpu"
-
-
-def check_devices(ranks: int, count: int) -> None:
-    """Raise a LostDeviceError where a machine has fewer GPUs than ranks."""
-    want = f"at most {count}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)"
-    if ranks > count:
-        raise LostDeviceError("NGPU", ranks, want)
 
 
 def gpu_count() -> int:
@@ -165,15 +158,16 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def counted_anew() -> int:
-    """Return `gpu_count` of a new process, as a driver may tell this one what was there before."""
-    count = f"from {__name__} import gpu_count; print(gpu_count())"
-    process = subprocess.Popen([sys.executable, "-c", count], stdout=subprocess.PIPE)
+def lost_devices(ranks: int) -> str:
+    """Return why ranks with GPUs cannot start here again; a new process asks the driver."""
+    command = [sys.executable, "-c", f"from {__name__} import gpu_count; print(gpu_count())"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        return int(process.communicate(timeout=_ANSWER_SECONDS)[0])
+        count = int(process.communicate(timeout=_ANSWER_SECONDS)[0])
     except (subprocess.TimeoutExpired, ValueError):  # a driver that hangs; a crash
         process.kill()  # nobody waits for it: it may be deaf within the driver
-        return 0
+        count = 0
+    return str(LostDeviceError("NGPU", ranks, fewer(count))) if ranks > count else ""
 
 
 def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:

@@ -33,7 +33,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_lr.compat.elastic import Agent, Failure
-from torchtitan_lr.errors import LostDeviceError
 from torchtitan_lr.launch import placement
 from torchtitan_lr.launch.placement import Environment
 from torchtitan_lr.launch.processes import Signals
@@ -124,15 +123,6 @@ def local_address(family: int, there: Any) -> str:
         return str(probe.getsockname()[0])
 
 
-def lost_device(needed: int) -> tuple[int, str] | None:
-    """Return the exit status and the line of a machine that has fewer GPUs than its ranks need."""
-    try:
-        placement.check_devices(needed, placement.counted_anew() if needed else 0)
-    except LostDeviceError as error:
-        return EXIT_STATUS[LOST], str(error)
-    return None
-
-
 def run_ranks(
     environment: Environment,
     command: Sequence[str],  # the module that every rank runs, and its arguments
@@ -156,8 +146,10 @@ def run_ranks(
         os.environ.update(given)
         rendezvous = meeting(environment)
         restarts = environment.max_restarts
-        lost = partial(lost_device, int(variables.get(placement.GPUS_VARIABLE, 0)))
-        agent = Agent(command, ranks, rendezvous, logs, restarts, AGAIN_THE_SAME, lost)
+        needs_gpus = placement.GPUS_VARIABLE in variables
+        lost = partial(placement.lost_devices, ranks) if needs_gpus else str
+        ends = AGAIN_THE_SAME, lost, EXIT_STATUS[LOST]
+        agent = Agent(command, ranks, rendezvous, logs, restarts, *ends)
         if signals is not None:
             signals.agent = agent
         result = agent.run()

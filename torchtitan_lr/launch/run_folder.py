@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchtitan_lr.config.files import open_regular, read_json
-from torchtitan_lr.errors import ConfigError, LostDeviceError, require
+from torchtitan_lr.errors import ConfigError, require
 
 LOCK_FILE = "run.lock"
 
@@ -45,11 +45,6 @@ EXIT_STATUS = {FINISHED: 0, STOPPED: 0, FAILED: 1, REFUSED: 2, DIVERGED: 3, LOST
 
 AGAIN_THE_SAME = (EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED], EXIT_STATUS[LOST])
 """Exit statuses of ends to which a restart on the same machine would come again."""
-
-
-def refusal_of(error: ConfigError) -> str:
-    """Return the state of a run that an error keeps from starting here."""
-    return LOST if isinstance(error, LostDeviceError) else REFUSED
 
 
 @contextmanager

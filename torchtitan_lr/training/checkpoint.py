@@ -63,7 +63,7 @@ class CheckpointManager(TitanCheckpointHooks):
     """
 
     async_mode: AsyncMode
-    save_future: Future[Any] | None
+    save_future: Future[Any] | None = None  # upstream sets it where it saves
     sd_adapter: Any
     stager: Any
     _last_saved: str | None = None  # a path: hosts may see different states of a shared folder

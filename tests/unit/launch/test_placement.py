@@ -166,15 +166,16 @@ def test_the_launcher_tells_its_ranks_how_many_gpus_they_need(gpus):
 
 def test_gpus_are_counted_in_a_process_that_has_not_seen_the_lost_ones(monkeypatch, tmp_path):
     there = placement.gpu_count()
-    assert placement.counted_anew() == there
+    assert placement.lost_devices(there) == ""
+    assert f"expected at most {there}, the GPUs here" in placement.lost_devices(there + 1)
     monkeypatch.setattr(sys, "executable", "/bin/false")  # a driver that ends its process
-    assert placement.counted_anew() == 0
+    assert "expected at most 0" in placement.lost_devices(1)
     monkeypatch.setattr(placement, "_ANSWER_SECONDS", 0.01)  # one that hangs
     hangs = tmp_path / "hangs"
     hangs.write_text("#!/bin/sh\nexec sleep 600\n")
     hangs.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hangs))
-    assert placement.counted_anew() == 0
+    assert "expected at most 0" in placement.lost_devices(1)
 
 
 TWO_TO_FOUR = placement.Environment(1, 4, "0", "", min_nodes=2, max_restarts=1)
