@@ -4,6 +4,7 @@
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -114,6 +115,8 @@ def _trainer_with(fault: str, config: Any) -> Any:
                 local_part(blocks[-1].get_parameter("attention.wo.B.weight").data)[0] = math.nan
             if kind == "nan_block":
                 handle = blocks[0].register_forward_hook(_spoil, prepend=True)
+            if kind == "slow":
+                handle = blocks[0].register_forward_hook(lambda *_: time.sleep(0.1), prepend=True)
             loss = super().one_pass(**kwargs)
             if handle is not None:
                 handle.remove()

@@ -17,6 +17,10 @@ wandb_project = "low-rank tests"
 wandb_run_name = "tiny"
 wandb_group = "integration"
 wandb_tags = ["cola", "two ranks"]
+
+[profiling]
+enable_profiling = true
+profile_freq = 5
 """
 
 

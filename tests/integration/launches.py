@@ -54,6 +54,8 @@ if mode == "stubborn":
     leave(f"asked{rank}")
     wait_for_signal()
 if mode == "fail" and rank == "1":
+    if "GPUS" in os.environ:
+        Path(os.environ["GPUS"]).write_text("1")
     fail(ValueError("no such luck\\nsecond line"))
 if mode == "full" and rank == "1":
     try:
@@ -83,7 +85,8 @@ class Launch(runs.Process):
             "NGPU": "2",
             "CONFIG_FILE": str(ROOT / "train_configs" / "debug_cola.toml"),
         }
-        command = [*runs.LAUNCH, f"--job.dump_folder={folder}", *arguments]
+        launch = runs.FEW_GPUS if "GPUS" in variables else runs.LAUNCH
+        command = [*launch, f"--job.dump_folder={folder}", *arguments]
         super().__init__(command, **standard | variables)
 
     def wait_for(self, what):

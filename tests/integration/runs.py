@@ -20,6 +20,7 @@ from tests.support.processes import child_pids, process_state
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
 LAUNCH = [sys.executable, "-m", "torchtitan_lr", "train"]
+FEW_GPUS = [sys.executable, "-m", "tests.integration.few_gpus"]  # as many as the file GPUS says
 
 # Runs a command with the signals that its first argument names ignored, and no others.
 RESET = """

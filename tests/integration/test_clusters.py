@@ -14,11 +14,29 @@ SBATCH = ROOT / "scripts/slurm/train.sbatch"
 
 # What the script calls: each command writes down its arguments, and what the ranks would see.
 COMMANDS = {
-    "srun": 'echo "srun $* NNODES=$NNODES NGPU=$NGPU $RDZV_ENDPOINT $RDZV_ID" >>$CALLS; $ENDING',
-    "scontrol": '[ "$1" = requeue ] && echo "requeue $2" >>$CALLS; printf "n1\\nn2\\n"',
+    "srun": """
+printf '%s ' srun "$@" "NNODES=$NNODES" "NGPU=$NGPU" "$RDZV_ENDPOINT" "$RDZV_ID" >>$CALLS
+echo >>$CALLS
+$ENDING
+""",
+    "scontrol": """
+case "$1" in
+requeue | update) echo "$*" >>$CALLS ;;
+show) [ "$2" = job ] && echo "JobId=$4 ExcNodeList=$EXCLUDED Partition=a" || printf "n1\\nn2\\n" ;;
+esac
+""",
     "scancel": 'echo "scancel $*" >>$CALLS; kill -USR2 $(cat $CALLS.srun)',
     "squeue": "echo ${STATE:-RUNNING}",
 }
+
+# srun on two nodes, of which the second has lost a GPU; it ends with the largest status.
+LOSES = """
+printf '#!/bin/sh\\n[ $SLURMD_NODENAME = n1 ] || exit 4' >run_llama_train.sh
+chmod +x run_llama_train.sh
+while [ "$1" != bash ]; do shift; done
+for node in n1 n2; do SLURMD_NODENAME=$node "$@"; done
+exit 4
+"""
 SAVES = "echo $$ >$CALLS.srun; trap 'exit 0' USR2; kill -USR1 $PPID; while :; do sleep 0.1; done"
 
 
@@ -34,7 +52,11 @@ def submit(tmp_path):
         script = COMMANDS["srun"].replace("$ENDING", ending)
         (tmp_path / "srun").write_text(f"#!/usr/bin/env bash\n{script}\n")
         granted = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "70042"}
-        granted |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
+        granted |= {
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_CPUS_PER_TASK": "64",
+            "EXCLUDED": "(null)",
+        }
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
         done = subprocess.run(
             ["bash", SBATCH, "--training.steps=5"],
@@ -43,6 +65,7 @@ def submit(tmp_path):
             capture_output=True,
             text=True,
             timeout=60,
+            cwd=tmp_path,
         )
         return done.returncode, calls.read_text().splitlines()
 
@@ -67,22 +90,30 @@ def test_slurm_finds_the_options_of_its_script():
         ("exit 137", {}, 137, True),  # a launcher was killed
         ("exit 137", {"SLURM_RESTART_COUNT": "19"}, 137, False),
         ("exit 143", {"STATE": "COMPLETING"}, 143, False),  # cancelled
+        (LOSES, {}, 4, True),
+        (LOSES, {"NGPU": "8", "EXCLUDED": "n7,n9", "NNODES": "1:2"}, 4, True),
+        (LOSES, {"NGPU": "16"}, 4, False),  # more than each node has
     ],
 )
 def test_a_slurm_job_returns_when_it_should(submit, ending, variables, status, requeued):
     found, calls = submit(ending, **variables)
     assert found == status, calls
     assert ("requeue 70042" in calls) == requeued
-    restart = variables.get("SLURM_RESTART_COUNT", "0")
-    assert calls[0].endswith(f"NNODES=2 NGPU=8 n1:20042 70042-{restart}")
+    restart, nodes = variables.get("SLURM_RESTART_COUNT", "0"), variables.get("NNODES", "2")
+    ranks = variables.get("NGPU", "8")
+    assert calls[0].endswith(f"NNODES={nodes} NGPU={ranks} n1:20042 70042-{restart} ")
+    assert f" --kill-on-bad-exit={int(nodes == '2')} " in calls[0]
     assert "./run_llama_train.sh --training.steps=5" in calls[0]
     assert ("scancel --signal=USR1 70042.0" in calls) == (ending == SAVES)
+    without = "n7,n9,n2" if "EXCLUDED" in variables else "n2"
+    told = f"update JobId=70042 ExcNodeList={without}"
+    assert (calls[-1] == told) == (ending == LOSES and requeued)
 
 
-def test_slurm_runs_the_ranks_in_a_container(submit):
+def test_slurm_runs_the_ranks_in_a_container(submit, tmp_path):
     _, calls = submit("exit 0", CONTAINER="image.sqsh", CONTAINER_MOUNTS="/data:/data")
-    mounts = f"--container-mounts={os.getcwd()}:{os.getcwd()},/data:/data"
-    assert f"--container-image=image.sqsh {mounts} --container-workdir={os.getcwd()}" in calls[0]
+    mounts = f"--container-mounts={tmp_path}:{tmp_path},/data:/data"
+    assert f"--container-image=image.sqsh {mounts} --container-workdir={tmp_path}" in calls[0]
 
 
 def test_the_numbers_of_the_kubernetes_job_agree():

@@ -22,7 +22,7 @@ SUMMARY_KEYS = [
 TRAIN_SCALARS = {
     *(LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen", "skipped_steps"),
     *("throughput/tokens_per_s_per_device", "throughput/tokens_per_s", "tflops"),
-    "memory/max_reserved(GiB)",
+    *("memory/max_reserved(GiB)", "time_metrics/slowest_rank", "time_metrics/slowest_behind(%)"),
 }
 VALIDATION_SCALARS = {
     f"validation_metrics/{name}" for name in ("loss", "perplexity", "tokens", "unigram_entropy")
@@ -120,6 +120,15 @@ def test_wandb_writes_offline_what_the_toml_asks_for(finished, records):
     assert config["training"]["global_batch_size"] == 4
     assert config["model_args"]["family"] == "cola" and config["environment"]["ranks"] == 2
     assert [end.exit_code for end in found["exit"]] == [0]
+
+
+def test_a_step_of_each_rank_is_profiled(finished):
+    for rank in range(2):
+        path = finished.folder / f"profile_traces/iteration_5/rank{rank}_trace.json"
+        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        assert {"ProfilerStep#4", "gloo:all_gather"} <= names, sorted(map(str, names))
+    # The flight recorder's folder is gone: nothing has hung.
+    assert not (finished.folder / "comm_traces").exists()
 
 
 def test_shown_ranks(finished):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration import runs
 from tests.integration.launches import Launch
-from torchtitan_lr.launch.run_folder import FAILED, read_state
+from torchtitan_lr.launch.run_folder import FAILED, LOST, read_state
 
 
 def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path):
@@ -97,6 +97,20 @@ def test_a_refusal_by_any_rank_is_told_and_not_restarted(tmp_path):
     assert done.status == 2, done.everything
     (line,) = done.own_lines()
     assert line.startswith("error: rank 1 failed: ConfigError: some.key: got 1, expected 2; ")
+
+
+def test_a_machine_that_has_lost_a_gpu_starts_no_rank_again(tmp_path):
+    gpus = tmp_path / "gpus"
+    gpus.write_text("2")
+    config = "--checkpoint.enable"  # which a restart needs
+    done = Launch(tmp_path, "fail", config, MAX_RESTARTS="3", GPUS=str(gpus)).finish()
+    assert done.status == 4, done.everything
+    (line,) = done.own_lines()
+    why = "rank 1 failed: ValueError: no such luck; NGPU: got 2, expected at most 1, the GPUs here"
+    assert line.startswith(f"error: {why}")
+    assert line.endswith("; there is no checkpoint to resume from")
+    state = read_state(tmp_path)
+    assert (state["state"], state["rank"]) == (LOST, 1) and why in state["error"]
 
 
 @pytest.fixture

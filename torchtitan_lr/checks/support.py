@@ -108,6 +108,17 @@ def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
         require(not reason, "training.step_graph", "on", f"'auto': {reason}")
 
 
+def check_profiling(config: Any, world_size: int, device_type: str) -> None:
+    """Check that ``[profiling]`` finds what it looks for."""
+    section = config.profiling
+    least = section.profiler_warmup + section.profiler_active
+    want = f"at least {least}, profiling.profiler_warmup + profiling.profiler_active"
+    fits = not section.enable_profiling or section.profile_freq >= least
+    require(fits, "profiling.profile_freq", section.profile_freq, want)
+    snapshots = section.enable_memory_snapshot and device_type == "cpu"
+    require(not snapshots, "profiling.enable_memory_snapshot", True, "false on a CPU")
+
+
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     """Check that the optimizer fits the run and reads its keys; every group has a parameter."""
     # Imported late because they import torch.

@@ -21,11 +21,11 @@ from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
-from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.errors import ConfigError, LostDeviceError, escaped, require
 from torchtitan_lr.launch import placement, run_folder
 from torchtitan_lr.launch.placement import Environment, Placement
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
-from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED
+from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED, LOST
 from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 
 if TYPE_CHECKING:  # it imports torch
@@ -61,6 +61,8 @@ def rank_variables(environment: Environment) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
     if environment.comm_mode:  # the one rank of a dry run pretends that there are so many
         variables["NGPU"] = str(environment.ranks)
+    elif placement.gpu_count():
+        variables[placement.GPUS_VARIABLE] = str(environment.ranks)
     return variables
 
 
@@ -107,14 +109,13 @@ def run(
         # A rank that trains handles the signal.
         if signals.number and failure.status in (None, -signals.passed_on):
             return stopped(signals.why)
-        again = failure.status in AGAIN_THE_SAME
-        status = failure.status if again and failure.status else EXIT_STATUS[FAILED]
-        state = {number: state for state, number in EXIT_STATUS.items()}[status]
-        # Others may have recorded what they saw of the end of a rank that a signal ended.
-        since = math.inf if (failure.status or 0) < 0 else began
+        named = (state for state in run_folder.FAILURES if EXIT_STATUS[state] == failure.status)
+        state = next(named, FAILED)
+        # Others may have recorded what they saw of the end by a signal, or of a lost GPU.
+        since = math.inf if (failure.status or 0) < 0 or state == LOST else began
         record(state, str(failure), failure.rank, since)
         say(failure_line(failure, config))
-        return status
+        return EXIT_STATUS[state]
     if environment.comm_mode:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
     elif has_first and (summary := read_summary(folder, newer_than=began)) is not None:
@@ -135,7 +136,7 @@ def failure_line(failure: "Failure", config: Any) -> str:
         if free < 1:  # the rank may have found no place for its own words
             line += f"; no space left in {folder} ({free:.1f} MiB free)"
     line += f"; its output: {failure.output}"
-    if failure.status not in AGAIN_THE_SAME:
+    if failure.status not in AGAIN_THE_SAME or failure.status == EXIT_STATUS[LOST]:
         line += how_to_resume(config)
     return escaped(line)
 
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
             return run(environment, placed.arguments, log_folder, config, signed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_STATUS[run_folder.REFUSED]
+        return EXIT_STATUS[LOST if isinstance(error, LostDeviceError) else run_folder.REFUSED]
 
 
 def checked(argv: list[str]) -> Placement:

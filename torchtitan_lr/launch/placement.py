@@ -8,6 +8,8 @@ changed.
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, LostDeviceError, require
 
 DEFAULT_RANKS = 4  # without ``NGPU``: the most GPUs, or the CPU processes of a machine without
 
@@ -30,6 +32,11 @@ _LOCAL, _BATCH = "training.local_batch_size", "training.global_batch_size"
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
 
+GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"  # tells ranks how many they need on their machine
+
+fewer = "at most {}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)".format
+
+_ANSWER_SECONDS = 60  # of a driver that counts its GPUs
 _DATA = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 
 
@@ -139,9 +146,8 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    want = f"at most {count}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)"
-    fits = not count or environment.ranks <= count or environment.comm_mode  # which needs one
-    require(fits, "NGPU", environment.ranks, want)
+    if environment.ranks > count > 0 and not environment.comm_mode:  # which needs one
+        raise LostDeviceError("NGPU", environment.ranks, fewer(count))
     return "cuda" if count else "cpu"
 
 
@@ -150,6 +156,18 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def lost_devices(ranks: int) -> str:
+    """Return why ranks with GPUs cannot start here again; a new process asks the driver."""
+    command = [sys.executable, "-c", f"from {__name__} import gpu_count; print(gpu_count())"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        count = int(process.communicate(timeout=_ANSWER_SECONDS)[0])
+    except (subprocess.TimeoutExpired, ValueError):  # a driver that hangs; a crash
+        process.kill()  # nobody waits for it: it may be deaf within the driver
+        count = 0
+    return str(LostDeviceError("NGPU", ranks, fewer(count))) if ranks > count else ""
 
 
 def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:

@@ -63,6 +63,7 @@ class CheckpointManager(TitanCheckpointHooks):
     """
 
     async_mode: AsyncMode
+    save_future: Future[Any] | None = None  # upstream sets it where it saves
     sd_adapter: Any
     stager: Any
     _last_saved: str | None = None  # a path: hosts may see different states of a shared folder
@@ -106,7 +107,10 @@ class CheckpointManager(TitanCheckpointHooks):
         """Return, on the first rank alone, whether a save is due by ``checkpoint.minutes``."""
         minutes = self._section.minutes
         longest = max(60 * minutes, _SAVE_SHARE * self._save_seconds)
-        return self._first and minutes > 0 and time.monotonic() - self._saved_at > longest
+        # The next save would wait for one that is still written in the background.
+        written = self.save_future is None or self.save_future.done()
+        due = minutes > 0 and time.monotonic() - self._saved_at > longest
+        return self._first and written and due
 
     @torch.no_grad()
     def dcp_save(

@@ -18,6 +18,8 @@ TRAIN_COMMON = "loss_metrics/of_common_weights"  # with outer steps: 0 if of rep
 TOKENS_SEEN = "n_tokens_seen"  # of all ranks since the run's first step
 RATE = "lr"
 TOKENS_PER_S = "throughput/tokens_per_s"  # of all ranks together
+SLOWEST_RANK = "time_metrics/slowest_rank"  # by its blocks' forward, see `watch.Watch`
+SLOWEST_BEHIND = "time_metrics/slowest_behind(%)"  # the median rank
 MFU = "mfu(%)"  # missing where the device's peak is unknown
 COMM_BYTES = "comm_bytes/"  # before a mesh dimension: bytes of rank 0's collectives
 

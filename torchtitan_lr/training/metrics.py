@@ -31,6 +31,7 @@ from torchtitan_lr.titan import components, logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
 from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.training import figures, history
+from torchtitan_lr.training.watch import Watch
 
 WANDB_ID_FILE = "wandb_run_id"
 """In the dump folder: the id of the run's wandb run, and in a second line the file's path."""
@@ -79,9 +80,6 @@ class RunTensorBoard(components.TensorBoardLogger):
         # Indented: TensorBoard shows Markdown, and this is code.
         text = indent(json.dumps(config, indent=1, default=str), " " * 4)
         self.writer.add_text("config", text, after)
-
-    def publish(self, summary: dict[str, Any]) -> None:
-        """Do nothing: its scalars are the run's."""
 
     def close(self, exit_status: int = 0) -> None:
         """Write what is left."""
@@ -152,6 +150,10 @@ class RunWandb(components.WandBLogger):
             logger.warning("wandb keeps the losses that run %s has of later steps", run_id)
         console.info("wandb run %s%s: %s", run_id, origin and f", {origin}", where)
 
+    def alert(self, title: str, line: str) -> None:
+        """Let wandb tell the user, by mail or Slack as its settings say."""
+        self._run.alert(title=title, text=line, level="WARN")
+
     def publish(self, summary: dict[str, Any]) -> None:
         """Give wandb the summary of a finished run."""
         self._run.summary.update(summary)
@@ -179,8 +181,12 @@ class Loggers(components.BaseLogger):
         """Log to each."""
         self._each("log", metrics, step)
 
+    def alert(self, title: str, line: str) -> None:
+        """Give those that alert a warning."""
+        self._each("alert", title, line)
+
     def publish(self, summary: dict[str, Any]) -> None:
-        """Give each the summary of a finished run."""
+        """Give those that show it the summary of a finished run."""
         self._each("publish", summary)
 
     def close(self, exit_status: int = 0) -> None:
@@ -194,7 +200,7 @@ class Loggers(components.BaseLogger):
                 wandb.teardown()
 
     def _each(self, method: str, *arguments: Any) -> None:
-        for opened in tuple(self.opened):
+        for opened in [each for each in self.opened if hasattr(each, method)]:
             try:
                 getattr(opened, method)(*arguments)
             except Exception as error:
@@ -232,6 +238,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         self.seconds = 0.0  # of training since the last logged step: no validation, no saving
         self._last_logged_step = 0
         self.outer: OuterSteps | None = None  # of replicas that train apart
+        self.watch: Watch | None = None
 
     def should_log(self, step: int) -> bool:
         """Log the first step, every ``metrics.log_freq`` steps and the last one."""
@@ -306,6 +313,10 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             metrics[history.TRAIN_COMMON] = int(self.outer.began_together)
         self._write(metrics, step)
         console.info(self._line(step, metrics))
+        if self.watch is not None and self.history is not None:
+            for title, line in self.watch.look(metrics):
+                logger.warning("step %d: %s", step, line)
+                self.logger.alert(title, f"step {step}: {line}")
         self._last_logged_step = step
         # The next window starts.
         self.ntokens_since_last_log, self.seconds = 0, 0.0

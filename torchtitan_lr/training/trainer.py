@@ -50,6 +50,7 @@ from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, ch
 from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of, why_eager
 from torchtitan_lr.training.validate import Validator
 from torchtitan_lr.training.verdict import NonFiniteError, Origin, Verdict, decide, step_unless
+from torchtitan_lr.training.watch import Watch
 
 MACHINES_CHANGED = "a change of machines"
 """Name of SIGUSR2, with which the launcher ends the ranks to start them again."""
@@ -78,8 +79,6 @@ class Trainer(TitanTrainer):
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
-        if not torch.cuda.is_available():
-            job_config.comm.trace_buf_size = 0  # NCCL's traces; their folder would stay empty
         # torchtitan builds, by the TrainSpec of `training.register`: loader, model without memory,
         # parallel plan, weights, optimizers, schedules, checkpoints and validation. There is no
         # autocast: FSDP or replication implements mixed precision at every world size.
@@ -130,6 +129,8 @@ class Trainer(TitanTrainer):
         if self.device.type == "cuda" and config.training.step_graph != "off":
             how = f"eager: {eager}" if eager else "captured after the first steps"
             logger.info("Passes of a step: %s", how)
+        self.watch = Watch(self.model_parts, self.device, dims.cp * dims.tp)
+        self.metrics_processor.watch = self.watch
         self.graph: StepGraph | None = None
         if not eager:
             self.graph = StepGraph(self.model_parts, self.origin.own, CudaCapture())
@@ -182,8 +183,9 @@ class Trainer(TitanTrainer):
         with self._measured(logs) as ledger:
             # 2. Forward and backward of each micro-batch. A replay calls no collective that the
             # ledger could count.
-            sends = self.parallel_dims.world_size > 1
-            self.loss = self.backward(data, eager=ledger is not None and sends)
+            eager = ledger is not None and self.parallel_dims.world_size > 1
+            self.watch.measures = logs and (eager or self.graph is None)
+            self.loss = self.backward(data, eager)
             # 3. Wait for the sums of gradients. The ranks' shares add up to the squared norm.
             share = self.gradients.finish_sums()
             # 4. Collect the next step's micro-batches, while the device computes.
@@ -480,6 +482,7 @@ class Trainer(TitanTrainer):
             history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
             "skipped_steps": self.skipped_steps,
             **self.reader.metrics(data),
+            **self.watch.metrics(),
             **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
             **self._residuals.metrics(),
         }

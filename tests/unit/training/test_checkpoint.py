@@ -2,6 +2,7 @@
 """Saves and loads of one process: kills, damage, going back, full disks, spoilt weights."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,26 @@ def test_a_save_is_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert complete_steps(checkpoints.folder) == [1, 3] and not checkpoints.is_late()
     checkpoints.save(4)  # not overdue any more
     assert complete_steps(checkpoints.folder) == [1, 3]
+    checkpoints.close()
+
+
+def test_saves_on_a_slow_disk_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is written in the background, none is due by time: the run would wait for it."""
+    goes_on, finish = threading.Event(), FileSystemWriter.finish
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        assert goes_on.wait(60)
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriter, "finish", wait)
+    checkpoints = manager(tmp_path, 1, mode="async")
+    checkpoints._saved_at -= 3600
+    assert not checkpoints.is_late()
+    goes_on.set()
+    assert checkpoints.newest()
+    assert checkpoints.is_late()
     checkpoints.close()
 
 

@@ -49,6 +49,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics):
     (tmp_path / WANDB_ID_FILE).write_text("of-before\n")
     first = RunWandb(tmp_path, 0, {"training": {"steps": 3}}, metrics)
     first.log({"loss": 5.0}, 3)
+    first.alert("Loss spike", "step 3: loss 5.000")
     first.publish(SUMMARY)
     first.close()
     found = written(tmp_path)
@@ -59,6 +60,8 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics):
     values = run.project, run.display_name, run.run_group, sorted(run.tags)
     assert values == ("low-rank", "run 7", "ranks", ["a", "b"])
     assert [end.exit_code for end in found["exit"]] == [0]
+    (alert,) = found["alert"]
+    assert (alert.title, alert.text, alert.level) == ("Loss spike", "step 3: loss 5.000", "WARN")
     summary = {}
     for change in found["summary"]:
         summary |= values_of(change.update)
@@ -118,11 +121,12 @@ def use_until(use, done):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("point", ["log", *nightly("publish", "close")])
+@pytest.mark.parametrize("point", ["log", *nightly("alert", "publish", "close")])
 def test_no_end_of_wandbs_process_ends_a_run(point, tmp_path, metrics, caplog):
     loggers = opened_wandb(tmp_path, metrics)
     uses = {
         "log": lambda: loggers.log({"loss": 1.0}, 2),
+        "alert": lambda: loggers.alert("Slow steps", "step 2"),
         "publish": lambda: loggers.publish(SUMMARY),
         "close": loggers.close,
     }
