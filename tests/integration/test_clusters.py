@@ -2,19 +2,24 @@
 """The files for Slurm and Kubernetes, as far as one machine without them can run them."""
 
 import os
+import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 import yaml
 
 from tests.integration.runs import ROOT, environment
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.launch.run_folder import EXIT_STATUS
 
 SBATCH = ROOT / "scripts/slurm/train.sbatch"
 
 # What the script calls: each command writes down its arguments, and what the ranks would see.
 COMMANDS = {
-    "srun": 'echo "srun $* NNODES=$NNODES NGPU=$NGPU $RDZV_ENDPOINT $RDZV_ID" >>$CALLS; $ENDING',
+    "srun": 'echo "srun $* PYTHON=$PYTHON NNODES=$NNODES NGPU=$NGPU $RDZV_ENDPOINT $RDZV_ID" '
+    ">>$CALLS; $ENDING",
     "scontrol": '[ "$1" = requeue ] && echo "requeue $2" >>$CALLS; printf "n1\\nn2\\n"',
     "scancel": 'echo "scancel $*" >>$CALLS; kill -USR2 $(cat $CALLS.srun)',
     "squeue": "echo ${STATE:-RUNNING}",
@@ -75,7 +80,9 @@ def test_a_slurm_job_returns_when_it_should(submit, ending, variables, status, r
     assert ("requeue 70042" in calls) == requeued
     restart = variables.get("SLURM_RESTART_COUNT", "0")
     assert calls[0].endswith(f"NNODES=2 NGPU=8 n1:20042 70042-{restart}")
-    assert "./run_llama_train.sh --training.steps=5" in calls[0]
+    assert (
+        "srun --kill-on-bad-exit=1 --cpus-per-task=64 ./run_llama_train.sh --training" in calls[0]
+    )
     assert ("scancel --signal=USR1 70042.0" in calls) == (ending == SAVES)
 
 
@@ -83,6 +90,60 @@ def test_slurm_runs_the_ranks_in_a_container(submit):
     _, calls = submit("exit 0", CONTAINER="image.sqsh", CONTAINER_MOUNTS="/data:/data")
     mounts = f"--container-mounts={os.getcwd()}:{os.getcwd()},/data:/data"
     assert f"--container-image=image.sqsh {mounts} --container-workdir={os.getcwd()}" in calls[0]
+    assert " PYTHON=/workspace/.venv/bin/python " in calls[0]
+    _, calls = submit("exit 0", CONTAINER="image.sqsh", PYTHON="python3")
+    assert " PYTHON=python3 " in calls[0]
+
+
+def test_slurm_lets_a_range_of_nodes_go_on(submit):
+    _, calls = submit("exit 0", NNODES="1:2")
+    assert "srun --kill-on-bad-exit=0 --no-kill " in calls[0] and "NNODES=1:2" in calls[0]
+
+
+LAUNCHERS = {
+    "finished": ("", 0),
+    "stopped": ("", 75),
+    "refused": ("exit 2", 2),
+    "killed": ("kill -KILL $$", 137),
+}
+WRITES = 'echo "$@" >$RUN_FOLDER/arguments; '
+WRITES += """printf '{"state": "%s"}' "$STATE" >$RUN_FOLDER/run_state.json"""
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """Starts what a pod runs, with a launcher of another body."""
+    script = tmp_path / "scripts/k8s/train.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/k8s/train.sh", script)
+
+    def start(body, state):
+        launcher = tmp_path / "run_llama_train.sh"
+        launcher.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        launcher.chmod(0o755)
+        env = environment() | {"RUN_FOLDER": str(tmp_path), "STATE": state}
+        return subprocess.Popen([script, "--training.steps=5"], env=env)
+
+    return start
+
+
+@pytest.mark.parametrize("state", LAUNCHERS)
+def test_a_pod_is_complete_if_the_run_is_finished(pod, tmp_path, state):
+    ending, status = LAUNCHERS[state]
+    assert pod(f"{WRITES}\n{ending}", state).wait(60) == status
+    said = (tmp_path / "arguments").read_text()
+    assert said == f"--job.dump_folder={tmp_path} --training.steps=5\n"
+
+
+def test_a_pod_passes_the_notice_on_and_is_not_complete(pod, tmp_path):
+    started = tmp_path / "started"
+    waits = f"finish() {{ {WRITES}; exit 0; }}; trap finish TERM; touch {started}"
+    process = pod(f"{waits}; while :; do sleep 0.1; done", "stopped")
+    while not started.exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    assert "stopped" in (tmp_path / "run_state.json").read_text()
 
 
 def test_the_numbers_of_the_kubernetes_job_agree():
@@ -99,8 +160,14 @@ def test_the_numbers_of_the_kubernetes_job_agree():
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert policy["spec"]["podSelector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
-    assert (ROOT / container["command"][0]).exists()
-    config = build_job_config(
-        [f"--job.config_file={ROOT / given['CONFIG_FILE']}", *container["args"]]
-    )
-    assert config.job.dump_folder == "/outputs/llama"
+    assert os.access(ROOT / container["command"][0], os.X_OK)
+    build_job_config([f"--job.config_file={ROOT / given['CONFIG_FILE']}", *container["args"]])
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "outputs")
+    assert given["RUN_FOLDER"].startswith(mount["mountPath"])
+    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+    assert {"nvidia.com/gpu", "rdma/ib"} <= limits.keys() and requests.keys() == {"cpu", "memory"}
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    ending, disrupted = spec["podFailurePolicy"]["rules"]
+    same_again = [EXIT_STATUS[state] for state in ("refused", "diverged")]
+    assert (ending["action"], ending["onExitCodes"]["values"]) == ("FailJob", same_again)
+    assert disrupted["action"] == "Ignore" and spec["backoffLimit"] == 0
