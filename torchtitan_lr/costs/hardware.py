@@ -33,6 +33,7 @@ class Hardware:
     product_gbytes_per_s: float = 0.0
     # Peak of a device's fp32 products without TF32, TFLOP/s; by default ``peak_tflops``
     fp32_tflops: float = 0.0
+    device: str = ""  # what the driver calls it; of one file for each kind of device
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class MeshDim:
 
 
 MACHINES = Path(__file__).parent / "machines"  # folder of the machines that come with the package
+
+
+def find_hardware(device: str) -> Hardware | None:
+    """Return the shipped machine of a device, by what its driver calls it; None without one."""
+    machines = (load_hardware(file.stem) for file in sorted(MACHINES.glob("*.toml")))
+    return next((machine for machine in machines if machine.device == device != ""), None)
 
 
 def load_hardware(name: str) -> Hardware:
