@@ -244,8 +244,8 @@ def as_toml(machine: Hardware) -> str:
     lines = ["# Written by -m scripts.bench.calibrate; for `torchtitan-lr estimate --hardware`"]
     for field in fields(Hardware):
         value = getattr(machine, field.name)
-        if field.default == value and not value:
-            continue  # it is that of another field, or unknown
+        if field.default == value == 0:
+            continue  # it is that of another field
         if isinstance(value, float):
             value = float(f"{value:.5g}")
         lines.append(f"{field.name} = {json.dumps(value)}")

@@ -12,7 +12,6 @@ import yaml
 
 from tests.integration.runs import ROOT, environment
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.launch.run_folder import EXIT_STATUS
 
 SBATCH = ROOT / "scripts/slurm/train.sbatch"
 
@@ -80,9 +79,7 @@ def test_a_slurm_job_returns_when_it_should(submit, ending, variables, status, r
     assert ("requeue 70042" in calls) == requeued
     restart = variables.get("SLURM_RESTART_COUNT", "0")
     assert calls[0].endswith(f"NNODES=2 NGPU=8 n1:20042 70042-{restart}")
-    assert (
-        "srun --kill-on-bad-exit=1 --cpus-per-task=64 ./run_llama_train.sh --training" in calls[0]
-    )
+    assert "./run_llama_train.sh --training.steps=5" in calls[0]
     assert ("scancel --signal=USR1 70042.0" in calls) == (ending == SAVES)
 
 
@@ -90,14 +87,10 @@ def test_slurm_runs_the_ranks_in_a_container(submit):
     _, calls = submit("exit 0", CONTAINER="image.sqsh", CONTAINER_MOUNTS="/data:/data")
     mounts = f"--container-mounts={os.getcwd()}:{os.getcwd()},/data:/data"
     assert f"--container-image=image.sqsh {mounts} --container-workdir={os.getcwd()}" in calls[0]
-    assert " PYTHON=/workspace/.venv/bin/python " in calls[0]
-    _, calls = submit("exit 0", CONTAINER="image.sqsh", PYTHON="python3")
-    assert " PYTHON=python3 " in calls[0]
-
-
-def test_slurm_lets_a_range_of_nodes_go_on(submit):
-    _, calls = submit("exit 0", NNODES="1:2")
-    assert "srun --kill-on-bad-exit=0 --no-kill " in calls[0] and "NNODES=1:2" in calls[0]
+    prints = 'echo "interpreter: $PYTHON" >>$CALLS'
+    for given, used in ({}, "/workspace/.venv/bin/python"), ({"PYTHON": "python3"}, "python3"):
+        _, calls = submit(prints, CONTAINER="image.sqsh", **given)
+        assert calls[1] == f"interpreter: {used}"
 
 
 LAUNCHERS = {
@@ -167,7 +160,3 @@ def test_the_numbers_of_the_kubernetes_job_agree():
     limits, requests = container["resources"]["limits"], container["resources"]["requests"]
     assert {"nvidia.com/gpu", "rdma/ib"} <= limits.keys() and requests.keys() == {"cpu", "memory"}
     assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
-    ending, disrupted = spec["podFailurePolicy"]["rules"]
-    same_again = [EXIT_STATUS[state] for state in ("refused", "diverged")]
-    assert (ending["action"], ending["onExitCodes"]["values"]) == ("FailJob", same_again)
-    assert disrupted["action"] == "Ignore" and spec["backoffLimit"] == 0

@@ -24,6 +24,7 @@ later, kills at once. SIGUSR1, a scheduler's notice, does the same and may be re
 
 import argparse
 import os
+import subprocess
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser
@@ -53,14 +54,27 @@ def run(args: argparse.Namespace) -> int:
 
 def tell_modelled(placed: "Placement") -> None:
     """Print the last line of `estimate`, if a shipped file describes the GPUs of a run."""
-    from torchtitan_lr.costs.hardware import find_hardware
-    from torchtitan_lr.launch.placement import gpu_name
+    from torchtitan_lr.costs.hardware import DEVICES, load_hardware
 
-    if placed.device != "cuda" or (hardware := find_hardware(gpu_name())) is None:
+    name = DEVICES.get(gpu_name()) if placed.device == "cuda" else None
+    if name is None:
         return
     from torchtitan_lr.commands import estimate_layouts, estimate_report
     from torchtitan_lr.costs.described_run import read_run
 
-    run = read_run(placed.config, placed.environment.world_size)
+    hardware, run = load_hardware(name), read_run(placed.config, placed.environment.world_size)
     report = estimate_report.estimate({"": run}, hardware)
-    print(f"{hardware.name}, {estimate_layouts.in_one_line(run, report, hardware)}", flush=True)
+    compares = run.args.lanes == 1  # else a rank that has them all takes many seconds of a core
+    line = estimate_layouts.in_one_line(run, report, hardware, compares)
+    print(f"{hardware.name}, {line}", flush=True)
+
+
+def gpu_name() -> str:
+    """Return what the driver calls this machine's first GPU; empty where it does not answer."""
+    # Not by torch, which would open the device: a launcher computes nothing there.
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.partition("\n")[0].strip()

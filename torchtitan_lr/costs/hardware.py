@@ -33,7 +33,6 @@ class Hardware:
     product_gbytes_per_s: float = 0.0
     # Peak of a device's fp32 products without TF32, TFLOP/s; by default ``peak_tflops``
     fp32_tflops: float = 0.0
-    device: str = ""  # what the driver calls it; of one file for each kind of device
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,12 @@ class MeshDim:
 
 MACHINES = Path(__file__).parent / "machines"  # folder of the machines that come with the package
 
-
-def find_hardware(device: str) -> Hardware | None:
-    """Return the shipped machine of a device, by what its driver calls it; None without one."""
-    machines = (load_hardware(file.stem) for file in sorted(MACHINES.glob("*.toml")))
-    return next((machine for machine in machines if machine.device == device != ""), None)
+DEVICES = {
+    "NVIDIA A100-SXM4-80GB": "a100_80g_nvlink",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+}
+"""These machines by what the driver calls their devices."""
 
 
 def load_hardware(name: str) -> Hardware:

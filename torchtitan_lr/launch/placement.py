@@ -8,7 +8,6 @@ changed.
 
 import math
 import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,17 +150,6 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def gpu_name() -> str:
-    """Return what the driver calls this machine's first GPU; empty where it does not answer."""
-    # Not by torch, which would open the device: a launcher computes nothing there.
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return said.stdout.partition("\n")[0].strip()
 
 
 def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:

@@ -15,7 +15,7 @@ from torchtitan_lr.commands.estimate_report import alternatives
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.costs.described_run import elements, read_run
-from torchtitan_lr.costs.hardware import MACHINES, find_hardware, load_hardware
+from torchtitan_lr.costs.hardware import DEVICES, MACHINES, load_hardware
 from torchtitan_lr.costs.memory import static_memory
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import step_time
@@ -25,7 +25,6 @@ from torchtitan_lr.costs.step_traffic import (
     sent_per_step,
     step_traffic,
 )
-from torchtitan_lr.launch import placement
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.optim.entries import ENTRIES
 
@@ -214,8 +213,10 @@ def test_refusals(arguments, message, tmp_path, script, capsys):
     assert message in error and error.count("\n") == 1
 
 
-def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys):
-    """On the GPUs of a shipped file; each device has one."""
+def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys, tmp_path):
+    """On the GPUs of a shipped file."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert train.gpu_name() == ""
     config = build_job_config(
         [f"--job.config_file={DEBUG}", ONE, "--training.global_batch_size=-1"]
     )
@@ -224,7 +225,8 @@ def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys):
     )
 
     def told(name):
-        monkeypatch.setattr(placement, "gpu_name", lambda: name)
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{name}'\necho 'Another'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
         train.tell_modelled(placed)
         return capsys.readouterr().out
 
@@ -235,7 +237,4 @@ def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys):
     assert told("Tesla T4") == told("") == ""
     placed.device = "cpu"
     assert told("NVIDIA H200") == ""
-    machines = [load_hardware(path.stem) for path in MACHINES.glob("*.toml")]
-    named = [machine.device for machine in machines if machine.device]
-    assert len(named) == len({*named}) == 3
-    assert {find_hardware(name).device for name in named} == {*named}
+    assert {(MACHINES / f"{name}.toml").is_file() for name in DEVICES.values()} == {True}
