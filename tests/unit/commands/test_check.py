@@ -43,10 +43,14 @@ def check():
 @pytest.mark.parametrize("name", RUNS)
 def test_a_pass_runs_without_devices(check, name, capsys, tmp_path):
     few = FEW if name.startswith("debug") else FEW[:1] + FEW[3:]
-    folder = f"--job.dump_folder={tmp_path / 'run'}"
-    assert check.main([name, "--world=8", *few, *RUNS[name], folder]) == 0
-    assert "8 ranks: checked; a pass runs as a rank of" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()  # nothing is written
+    own = [
+        f"--job.dump_folder={tmp_path / 'run'}",
+        f"--training.token_folder={tmp_path / 'tokens'}",
+    ]
+    assert check.main([name, "--world=8", *few, *RUNS[name], *own]) == 0
+    said = "8 ranks: checked, but for tokens, which are not prepared; a pass runs as a rank of "
+    assert said in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())  # nothing is written
 
 
 def test_what_train_would_refuse_is_refused(check, monkeypatch, capsys, tmp_path):
@@ -61,6 +65,9 @@ def test_what_train_would_refuse_is_refused(check, monkeypatch, capsys, tmp_path
 
     world = "--world=4"
     corpus = ["--training.dataset=prepared", f"--training.dataset_path={tmp_path}/corpus"]
+    write_corpus(tmp_path / "corpus", [[[1] * 900]], [[[4095] * 900]])
+    assert check.main(["debug_cola", world, *corpus]) == 0
+    assert "4 ranks: checked; a pass runs as a rank of 1 stage\n" in capsys.readouterr().out
     write_corpus(tmp_path / "corpus", [[[1] * 900]], [[[4096] * 900]])
     missing = ["--training.dataset=local", "--training.dataset_path=/nonexistent"]
     refused(world, *missing, key="training.dataset_path")
