@@ -2,7 +2,10 @@
 """The files for Slurm and Kubernetes, as far as one machine without them can run them."""
 
 import os
+import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 import yaml
@@ -114,6 +117,56 @@ def test_slurm_runs_the_ranks_in_a_container(submit, tmp_path):
     _, calls = submit("exit 0", CONTAINER="image.sqsh", CONTAINER_MOUNTS="/data:/data")
     mounts = f"--container-mounts={tmp_path}:{tmp_path},/data:/data"
     assert f"--container-image=image.sqsh {mounts} --container-workdir={tmp_path}" in calls[0]
+    prints = 'echo "interpreter: $PYTHON" >>$CALLS'
+    for given, used in ({}, "/workspace/.venv/bin/python"), ({"PYTHON": "python3"}, "python3"):
+        _, calls = submit(prints, CONTAINER="image.sqsh", **given)
+        assert calls[1] == f"interpreter: {used}"
+
+
+LAUNCHERS = {
+    "finished": ("", 0),
+    "stopped": ("", 75),
+    "refused": ("exit 2", 2),
+    "killed": ("kill -KILL $$", 137),
+}
+WRITES = 'echo "$@" >$RUN_FOLDER/arguments; '
+WRITES += """printf '{"state": "%s"}' "$STATE" >$RUN_FOLDER/run_state.json"""
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """Starts what a pod runs, with a launcher of another body."""
+    script = tmp_path / "scripts/k8s/train.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/k8s/train.sh", script)
+
+    def start(body, state):
+        launcher = tmp_path / "run_llama_train.sh"
+        launcher.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        launcher.chmod(0o755)
+        env = environment() | {"RUN_FOLDER": str(tmp_path), "STATE": state}
+        return subprocess.Popen([script, "--training.steps=5"], env=env)
+
+    return start
+
+
+@pytest.mark.parametrize("state", LAUNCHERS)
+def test_a_pod_is_complete_if_the_run_is_finished(pod, tmp_path, state):
+    ending, status = LAUNCHERS[state]
+    assert pod(f"{WRITES}\n{ending}", state).wait(60) == status
+    said = (tmp_path / "arguments").read_text()
+    assert said == f"--job.dump_folder={tmp_path} --training.steps=5\n"
+
+
+def test_a_pod_passes_the_notice_on_and_is_not_complete(pod, tmp_path):
+    started = tmp_path / "started"
+    waits = f"finish() {{ {WRITES}; exit 0; }}; trap finish TERM; touch {started}"
+    process = pod(f"{waits}; while :; do sleep 0.1; done", "stopped")
+    while not started.exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    assert "stopped" in (tmp_path / "run_state.json").read_text()
 
 
 def test_the_numbers_of_the_kubernetes_job_agree():
@@ -130,8 +183,10 @@ def test_the_numbers_of_the_kubernetes_job_agree():
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert policy["spec"]["podSelector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
-    assert (ROOT / container["command"][0]).exists()
-    config = build_job_config(
-        [f"--job.config_file={ROOT / given['CONFIG_FILE']}", *container["args"]]
-    )
-    assert config.job.dump_folder == "/outputs/llama"
+    assert os.access(ROOT / container["command"][0], os.X_OK)
+    build_job_config([f"--job.config_file={ROOT / given['CONFIG_FILE']}", *container["args"]])
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "outputs")
+    assert given["RUN_FOLDER"].startswith(mount["mountPath"])
+    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+    assert {"nvidia.com/gpu", "rdma/ib"} <= limits.keys() and requests.keys() == {"cpu", "memory"}
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]

@@ -187,7 +187,7 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     table, offload = section.pipeline_parallel_schedule_csv, config.training.enable_cpu_offload
     require(not table, "parallelism.pipeline_parallel_schedule_csv", table, "'' with a pipeline")
     require(not offload, "training.enable_cpu_offload", True, "false with a pipeline")
-    want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
+    want = "'default' with a pipeline: `torchtitan-lr check` rehearses a rank of each stage"
     require(config.comm.mode != "fake_backend", "comm.mode", config.comm.mode, want)
     if SCHEDULES[schedule][1]:  # backward in two halves, which run each graph twice
         compiled = config.compile.enable and "model" in config.compile.components

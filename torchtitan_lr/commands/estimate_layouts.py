@@ -40,7 +40,7 @@ def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[st
     }
 
 
-def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware) -> str:
+def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware, compares: bool = True) -> str:
     """Say how long a run takes, by its column of a report, and whether another layout is faster."""
     seconds, peak = column["step_time"]["total"], column["memory_bytes"]["peak"] / GIB
     days = seconds * run.config.training.steps / 86400
@@ -48,7 +48,8 @@ def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware) -> str:
     mfu = ideal / (hardware.peak_tflops * 1e12 * run.world) / seconds
     line = f"modelled: {days:.2g} days, {mfu:.0%} MFU, {peak / hardware.memory_gib:.0%} of "
     line += f"{hardware.memory_gib:g} GiB"
-    others = report_layouts(run, hardware, splits=False)["layouts"] if run.world > 1 else []
+    compares = compares and run.world > 1
+    others = report_layouts(run, hardware, splits=False)["layouts"] if compares else []
     if others and seconds > 1.1 * others[0]["step_time"]["total"]:
         times = seconds / others[0]["step_time"]["total"]
         rows = f"{others[0]['microbatch']} rows x {others[0]['microbatches']}"

@@ -582,7 +582,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class Validation:
-    """Changed defaults of torchtitan's ``[validation]``, and an additional key."""
+    """Changed defaults of torchtitan's ``[validation]``, and additional keys."""
 
     first_step: bool = False
     """Also validate after step 1, where the loss is that of an untrained model."""
@@ -594,6 +594,12 @@ class Validation:
       'c4'
     - 'cpython', 'python_stdlib', 'python_stdlib_docs': their held-out files
     - 'local': all files that ``dataset_path`` names; none of them may be a training file"""
+
+    sets: list[dict[str, str | int]] = field(default_factory=list)
+    """More sets, each validated with that of ``dataset`` and logged under its own name: a table
+    ``[[validation.sets]]`` for each, with the keys ``dataset``, ``dataset_path``, ``steps`` (by
+    default the section's) and ``name`` (as in ``validation_metrics/NAME/loss``; by default the
+    dataset). Batches and `seq_len` are the section's."""
 
 
 @dataclass

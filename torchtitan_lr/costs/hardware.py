@@ -45,6 +45,13 @@ class MeshDim:
 
 MACHINES = Path(__file__).parent / "machines"  # folder of the machines that come with the package
 
+DEVICES = {
+    "NVIDIA A100-SXM4-80GB": "a100_80g_nvlink",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+}
+"""These machines by what the driver calls their devices."""
+
 
 def load_hardware(name: str) -> Hardware:
     """Read a machine's file by path or shipped name."""

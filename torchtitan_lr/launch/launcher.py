@@ -11,12 +11,16 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import is_finite, newest_step, step_folder
+from torchtitan_lr.checks.job import Data
 from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
@@ -72,6 +76,7 @@ def run(
     log_folder: Path,
     config: Any,
     signed: str,  # what `locked` returned; empty with several machines
+    tell: Callable[[], object] = lambda: None,  # runs beside the ranks, where rank 0 is one
 ) -> int:
     """Run the ranks of this machine to their end and report; return the exit status."""
     from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
@@ -99,6 +104,7 @@ def run(
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals = Signals(stopped)
+    Thread(target=_once_started, args=(signals, tell), daemon=True).start()
     # A module without `begin_rank` outlives a launcher that is killed.
     command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *arguments]
     shown = environment.shown()
@@ -121,6 +127,17 @@ def run(
     elif has_first and (summary := read_summary(folder, newer_than=began)) is not None:
         print("\n".join(summary_lines(summary, folder, log_folder)))
     return EXIT_STATUS[FINISHED]
+
+
+def _once_started(signals: Signals, tell: Callable[[], object]) -> None:
+    """Call a function once the ranks have started, on the machine of rank 0."""
+    while signals.agent is None or signals.agent.meeting:
+        time.sleep(0.1)
+    if signals.agent.first_rank == 0:
+        try:
+            tell()
+        except Exception as error:  # the ranks train
+            say(f"warning: no modelled time: {type(error).__name__}: {error}")
 
 
 def failure_line(failure: "Failure", config: Any) -> str:
@@ -150,10 +167,13 @@ def how_to_resume(config: Any) -> str:
     return f"; run the same command again to resume from {step_folder(folder, step)}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(
+    argv: list[str] | None = None, tell: Callable[[Placement], object] = lambda placed: None
+) -> int:
     """Check a run, lock its folder and run it; return the exit status.
 
-    It is `EXIT_STATUS` of how the run ended, or 128 and the number of the signal that killed it.
+    `tell` says something of it beside its start, once. The status is `EXIT_STATUS` of how the run
+    ended, or 128 and the number of the signal that killed it.
     """
     try:
         placed = checked(sys.argv[1:] if argv is None else argv)
@@ -169,13 +189,14 @@ def main(argv: list[str] | None = None) -> int:
         with run_folder.locked(folder) if one_machine else nullcontext("") as signed:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             log_folder.mkdir(parents=True)
-            return run(environment, placed.arguments, log_folder, config, signed)
+            told = partial(tell, placed) if not environment.comm_mode else lambda: None
+            return run(environment, placed.arguments, log_folder, config, signed, told)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_STATUS[LOST if isinstance(error, LostDeviceError) else run_folder.REFUSED]
 
 
-def checked(argv: list[str]) -> Placement:
+def checked(argv: list[str], data: Data = "prepare") -> Placement:
     """Return the ranks of a run that can start, or raise a ConfigError."""
     environment = placement.read_environment()
     placed = placement.place(environment, train_arguments(argv, environment))
@@ -188,7 +209,7 @@ def checked(argv: list[str]) -> Placement:
     folder = placed.config.job.dump_folder
     if environment.nodes == 1 and run_folder.is_held(folder):
         raise run_folder.taken(folder)  # what a check would find changes while that job trains
-    placement.check_machines(placed.config, placed.environment, placed.device)
+    placement.check_machines(placed.config, placed.environment, placed.device, data)
     return placed
 
 

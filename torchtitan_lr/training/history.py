@@ -24,10 +24,10 @@ MFU = "mfu(%)"  # missing where the device's peak is unknown
 COMM_BYTES = "comm_bytes/"  # before a mesh dimension: bytes of rank 0's collectives
 
 # Keys of a validation.
-VALIDATION_LOSS = "validation_metrics/loss"
-VALIDATION_COMMON = "validation_metrics/of_common_weights"  # as in training
-UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"  # of its tokens, nats per token
-VALIDATION_SECONDS = "validation_metrics/seconds"
+VALIDATION = "validation_metrics/"  # a set of ``validation.sets`` has its name and "/" after it
+VALIDATION_LOSS = f"{VALIDATION}loss"
+VALIDATION_COMMON = f"{VALIDATION}of_common_weights"  # as in training
+UNIGRAM_ENTROPY = f"{VALIDATION}unigram_entropy"  # of its tokens, nats per token
 
 SUMMARY_FILE = "summary.json"
 

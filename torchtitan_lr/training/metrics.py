@@ -342,20 +342,21 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             self.history.log(metrics, step)
         self.logger.log(metrics, step)
 
-    def log_validation(
-        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
-    ) -> None:
-        """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
-        metrics = {history.VALIDATION_LOSS: loss, **(extra_metrics or {})}
+    def log_validations(self, step: int, sets: Mapping[str, Mapping[str, float]]) -> None:
+        """Log the numbers of validation sets by name after ``step``, all in one record."""
+        metrics: dict[str, Any] = {}
+        for name, numbers in sets.items():
+            prefix = history.VALIDATION + (f"{name}/" if name else "")
+            metrics |= {f"{prefix}{key}": value for key, value in numbers.items()}
+        whose = ""
         if self.outer is not None:
             metrics[history.VALIDATION_COMMON] = int(self.outer.together)
+            whose = "  (the common weights)" if self.outer.together else "  (replicas' own weights)"
         self._write(metrics, step)
-        seconds = metrics.get(history.VALIDATION_SECONDS)
-        took = "" if seconds is None else f"  in {seconds:.1f} s"
-        values = f"loss {loss:.5f}  perplexity {history.perplexity(loss):,.2f}"
-        if self.outer is not None:
-            took += "  (the common weights)" if self.outer.together else "  (replicas' own weights)"
-        console.info(f"validation after step {step}  {values}{took}")
+        for name, numbers in sets.items():
+            values = f"loss {numbers['loss']:.5f}  perplexity {numbers['perplexity']:,.2f}"
+            values += f"  in {numbers['seconds']:.1f} s{whose}"
+            console.info(f"validation{name and f' of {name}'} after step {step}  {values}")
 
     def write_summary(self, step: int, checkpoint: str | None) -> None:
         """Write the summary and the curve of a finished run on rank 0; call it on every rank."""

@@ -4,16 +4,18 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.commands import train
 from torchtitan_lr.commands.estimate_report import alternatives
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.costs.described_run import elements, read_run
-from torchtitan_lr.costs.hardware import MACHINES, load_hardware
+from torchtitan_lr.costs.hardware import DEVICES, MACHINES, load_hardware
 from torchtitan_lr.costs.memory import static_memory
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import step_time
@@ -209,3 +211,30 @@ def test_refusals(arguments, message, tmp_path, script, capsys):
     assert script.main([DEBUG, *others]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys, tmp_path):
+    """On the GPUs of a shipped file."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert train.gpu_name() == ""
+    config = build_job_config(
+        [f"--job.config_file={DEBUG}", ONE, "--training.global_batch_size=-1"]
+    )
+    placed = SimpleNamespace(
+        config=config, environment=SimpleNamespace(world_size=1), device="cuda"
+    )
+
+    def told(name):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{name}'\necho 'Another'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        train.tell_modelled(placed)
+        return capsys.readouterr().out
+
+    assert re.match(
+        r"H200 SXM, NVLink, modelled: [\d.e-]+ days, \d+% MFU, \d+% of 141 GiB\n$",
+        told("NVIDIA H200"),
+    )
+    assert told("Tesla T4") == told("") == ""
+    placed.device = "cpu"
+    assert told("NVIDIA H200") == ""
+    assert {(MACHINES / f"{name}.toml").is_file() for name in DEVICES.values()} == {True}

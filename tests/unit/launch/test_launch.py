@@ -111,3 +111,14 @@ def test_how_to_go_on(tmp_path):
 )
 def test_a_failure_is_one_line(failure, said):
     assert str(Failure(*failure, Path("logs"))) == said
+
+
+def test_what_is_told_beside_a_start(capsys):
+    """Once, by the machine of rank 0; an error there ends nothing."""
+    told = []
+    for first in (8, 0):
+        signals = SimpleNamespace(agent=SimpleNamespace(meeting=False, first_rank=first))
+        launch._once_started(signals, lambda: told.append("modelled"))
+    assert told == ["modelled"]
+    launch._once_started(signals, lambda: 1 // 0)
+    assert capsys.readouterr().err.startswith("warning: no modelled time: ZeroDivisionError: ")

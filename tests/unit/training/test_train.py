@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from tests.support.corpora import write_corpus
+from tests.support.corpora import write_corpus, write_jsonl
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
+from torchtitan_lr.console.log import console
 from torchtitan_lr.costs import step_traffic
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
@@ -283,27 +284,45 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     assert record["time_metrics/data_loading(%)"] == pytest.approx(60, rel=EXACT)
 
 
-def test_validation_by_hand(tmp_path):
-    """Seven sequences in batches of two: the last one is half empty."""
+def test_validation_by_hand(tmp_path, caplog):
+    """Seven sequences in batches of two, the last half empty; and one batch of a named set."""
     texts = [f"{n} * {n} = {n * n}" for n in range(7)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "a.jsonl").write_text(lines)
+    others = [f"{n} + {n} = {n + n}" for n in range(9)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    write_jsonl(tmp_path / "b.jsonl", others)
+    (tmp_path / "sets.toml").write_text(
+        '[[validation.sets]]\nname = "sums"\nsteps = 1\ndataset = "local"\n'
+        'dataset_path = "${config_dir}/b.jsonl"\n'
+    )
     options = ["--validation.enable", "--validation.dataset=local", "--validation.steps=-1"]
     options += [f"--validation.dataset_path={tmp_path}/a.jsonl"]
     options += ["--validation.seq_len=8", "--validation.local_batch_size=2"]
+    options += [f"--job.config_file={tmp_path}/sets.toml"]
+    caplog.set_level("INFO", console.name)
     with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
         (model,) = trainer.model_parts
         encode = build_tokenizer(trainer.job_config.model.hf_assets_path).encode
-        sequences = windows([encode(text, add_bos=True, add_eos=True) for text in texts], 8)
-        assert len(sequences) % 2 == 1
+
+        def losses_of(lines):
+            tokens = [encode(text, add_bos=True, add_eos=True) for text in lines]
+            return sequence_losses(on_cpu(model), windows(tokens, 8))
+
+        losses, first = losses_of(texts), losses_of(others)[:2]
+        assert len(losses) % 2 == 1
         trainer.validator.validate([model], 3)
         (record,) = history(trainer)
-        losses = sequence_losses(on_cpu(model), sequences)
     found = {name.partition("/")[2]: value for name, value in record.items()}
     mean = losses.mean().item()
     assert found["loss"] == trainer.validator.last_loss == pytest.approx(mean, rel=EXACT)
     assert found["perplexity"] == pytest.approx(math.exp(mean), rel=EXACT)
     assert found["tokens"] == losses.numel() and model.training
+    assert found["sums/loss"] == pytest.approx(first.mean().item(), rel=EXACT)
+    assert found["sums/tokens"] == first.numel() and found["sums/loss"] != found["loss"]
+    said = [line.partition("  perplexity")[0] for line in caplog.messages]
+    assert said[-2:] == [
+        f"validation after step 3  loss {found['loss']:.5f}",
+        f"validation of sums after step 3  loss {found['sums/loss']:.5f}",
+    ]
     # The control: the mean of the batches' means is another number.
     assert abs(torch.stack([b.mean() for b in losses.split(2)]).mean() / mean - 1) > 1e-6
 
