@@ -130,8 +130,8 @@ def _with_batch(config: Any, batch: int, world: int, hardware: Hardware) -> Layo
         config = replace(config, training=replace(config.training, local_batch_size=batch))
     run = read_run(config, world)
     rehearsal = rehearse_run(run)
-    # The first stage keeps most micro-batches, the last has the head.
-    peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in {0, run.pp - 1})
+    # The first stage keeps most micro-batches, but one in the middle may have more blocks.
+    peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in range(run.pp))
     traffic = []
     for rank in range(run.pp):
         rows = step_traffic(run, rank, rehearsal)
