@@ -22,8 +22,8 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.parallel.capture import why_eager
 from torchtitan_lr.training import trainer as trainer_module
-from torchtitan_lr.training.step_graph import why_eager
 
 STEPS = 6
 MIXED = "--training.mixed_precision_param=bfloat16"

@@ -101,7 +101,7 @@ def check_checkpointing(config: Any, world_size: int, device_type: str) -> None:
 
 def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
     """Refuse to capture what cannot be captured, where that is asked for."""
-    from torchtitan_lr.training.step_graph import why_eager
+    from torchtitan_lr.parallel.capture import why_eager
 
     if config.training.step_graph == "on":
         reason = why_eager(config, device_type)

@@ -17,8 +17,9 @@ Further arguments override the TOMLs, as in a run. All plans have the same activ
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running
 uncompiled blocks on tensors without data, with a GPU's norms ("working" is the additional memory
 of backward); "buffers" include FSDP's unsharded weights. The step time is a model, compared with
-published times in docs/results.md; "compute" is products and attention. With context parallelism
-all plans gather keys and values.
+times of one GPU and published ones in docs/results.md; "compute" is products and attention, "host"
+what the device waits for a host that launches kernel by kernel. With context parallelism all plans
+gather keys and values.
 """
 
 import argparse

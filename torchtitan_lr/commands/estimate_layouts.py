@@ -18,6 +18,7 @@ _PARTS = {
     "exposed_communication": "communication that nothing hides",
     "bubble": "the pipeline's idle time",
     "optimizer": "the optimizer on larger shards",
+    "host": "the host, which launches its kernels",
 }
 """Where a slower layout's time goes, by the parts of `StepTime`."""
 
@@ -99,13 +100,12 @@ def _slower(found: Layouts) -> list[dict[str, Any]]:
 
 def as_text(report: dict[str, Any]) -> str:
     """Format the fastest layouts as a table; the others by what they lose to."""
-    head = ["step", "products", "others", "exposed", "bubble", "optimizer"]
+    head = ["step", "products", "others", "exposed", "bubble", "optimizer", "host"]
     head += ["MFU", "memory", "rows x rounds", "days", "GPU-hours"]
     rows = []
     for row in report["layouts"][:SHOWN]:
         time = row["step_time"]
-        parts = ("total", "compute", "element_wise", "exposed_communication", "bubble", "optimizer")
-        cells = [f"{time[part]:.3f}" for part in parts]
+        cells = [f"{time[part]:.3f}" for part in ("total", *_PARTS)]
         cells += [f"{row['mfu']:.0%}", f"{row['peak_bytes'] / GIB:.1f}"]
         cells += [f"{row['microbatch']} x {row['microbatches']}"]
         cells += [f"{row['days']:.3g}", f"{row['gpu_hours']:,.0f}"]

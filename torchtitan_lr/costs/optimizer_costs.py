@@ -210,7 +210,7 @@ class SpectralCost(MatrixCost):
         flops = spectral_flops(self.rule, matrices, self.run.ranks)
         kernels = self.rule.kernels * len(matrices)
         traffic = passes + self.adamw_traffic(others)
-        return Work(flops=flops, traffic=traffic, kernels=kernels)
+        return Work({(flops, 0.0): 1}, traffic=traffic, kernels=kernels)
 
     def model_flops(self) -> float:
         """Return the FLOPs of all products of a step, each once."""
@@ -313,7 +313,7 @@ class TSRCost(OptimizerCost):
             else:
                 others[name] = piece
         traffic += self.adamw_traffic(others)
-        return Work(flops=flops, traffic=traffic, kernels=TSR_KERNELS * count)
+        return Work({(flops, 0.0): 1}, traffic=traffic, kernels=TSR_KERNELS * count)
 
 
 def _oriented(plan: MatrixPlan, sides: Sequence[Side]) -> Sequence[Side]:

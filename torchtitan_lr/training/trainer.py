@@ -34,6 +34,7 @@ from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, rates_of
 from torchtitan_lr.optim.outer import OuterSteps
+from torchtitan_lr.parallel.capture import why_eager
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
@@ -47,7 +48,7 @@ from torchtitan_lr.training.fingerprint import identity_of, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor, described_layout
 from torchtitan_lr.training.outer_states import OuterStates
 from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, check_same_data
-from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of, why_eager
+from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of
 from torchtitan_lr.training.validate import Validator
 from torchtitan_lr.training.verdict import NonFiniteError, Origin, Verdict, decide, step_unless
 from torchtitan_lr.training.watch import Watch

@@ -180,6 +180,8 @@ def test_the_shares_of_readme():
 def test_machines(path):
     machine = load_hardware(path.stem)
     assert machine == load_hardware(str(path))
+    base = load_hardware(machine.like) if machine.like else machine
+    assert machine.kernel_us == base.kernel_us > 0
     assert machine.intra_node_gbytes_per_s > machine.inter_node_gbytes_per_s > 0
     assert 100 < machine.peak_tflops < 1000 and 0.3 < machine.matmul_efficiency < 1
 
@@ -194,6 +196,7 @@ GOOD = (MACHINES / "h100.toml").read_text()
         ([GOOD.replace("= 80.0", "= nan")], "machine.toml: memory_gib: got nan"),
         ([GOOD.replace("node = 8", "node = 8.5")], "machine.toml: devices_per_node: got 8.5"),
         ([GOOD.replace("= 80.0", f"= {'9' * 5000}")], "expected valid TOML"),
+        (["like = 'own.toml'\n" + GOOD], "machine.toml: like: got 'own.toml'"),
         ([None, "--hardware=b300"], "one of a100_80g_nvlink"),
         ([None, "--training.sequence=3"], "training.sequence"),
         ([None, "--plans=full,btq"], "--plans: got 'btq', expected one of full, btp, vanilla"),

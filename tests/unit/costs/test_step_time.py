@@ -8,9 +8,10 @@ from torch.distributed.pipelining import schedules
 
 from torchtitan_lr.costs import step_time
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
-from torchtitan_lr.costs.kernels import Work
+from torchtitan_lr.costs.kernels import Work, product_work
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.schedule import makespan, most_in_flight, pipeline_order
+from torchtitan_lr.costs.step_time import product_seconds
 
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 8, 100.0, 10.0, 10.0)
 MESH = {"tp": MeshDim(8, 1), "fsdp": MeshDim(4, 8), "pp": MeshDim(2, 32)}
@@ -59,7 +60,30 @@ def test_exposed_and_hidden():
     # At the end of a step nothing is left to hide behind.
     last = step_time.communication_seconds([replace(data, pass_="optimizer")], HALF, MESH, MACHINE)
     assert step_time.model_step_time(1.0, last).hidden_communication == 0
-    assert step_time.product_seconds(Work(flops=50e12), MACHINE) == 1.0
+
+
+def test_products_and_attention():
+    """Both times of a product add up, or the longer counts; heads have their own speed."""
+    computing, moving = product_work(1, 1000, 1000, 50000, 2), product_work(1, 1000, 1000, 1, 2)
+    machine = replace(MACHINE, memory_gbytes_per_s=2.0, kernel_us=1000.0)
+    added, longer = (
+        [
+            product_seconds(work, replace(machine, products_overlap=on))
+            for work in (computing, moving)
+        ]
+        for on in (False, True)
+    )
+    launch, flops, sizes = 1e-3, (2e-3, 4e-8), (0.101, 1.002e-3)
+    assert added == pytest.approx([f + b + launch for f, b in zip(flops, sizes, strict=True)])
+    assert longer == pytest.approx([max(f, b) + launch for f, b in zip(flops, sizes, strict=True)])
+    both = computing.plus(moving, 3)
+    assert both.launches == 4
+    assert product_seconds(both, machine) == pytest.approx(added[0] + 3 * added[1])
+    shares = {"attention_share": 0.5, "narrow_attention_share": 0.25, "long_attention_share": 0.8}
+    for heads, share in {(64, 1024): 0.25, (128, 1024): 0.5, (128, 32768): 0.8}.items():
+        work = Work(attention={heads: 50e12})
+        assert product_seconds(work, replace(MACHINE, **shares)) == pytest.approx(1 / share)
+        assert product_seconds(work, replace(MACHINE, attention_share=0.5)) == pytest.approx(2)
 
 
 RANKS, MICROBATCHES = 4, 8
