@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.parallel.data_parallel import OwnGradients
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 """Records what a call launches, without running it; returns its loss and what runs it."""
@@ -22,10 +21,11 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 WARM_UP = 2  # eager steps before the capture: they compile, choose kernels and create what is lazy
 
 
-def why_eager(config: Any, device_type: str) -> str:
+def why_eager(config: Any, world_size: int, device_type: str) -> str:
     """Return why a run's passes cannot be captured, as a remedy needs it; empty if they can."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     draws = checkpointing.preserve_rng_state and checkpointing.mode not in ("none", "low_rank")
+    own_sums = ENTRIES[config.optimizer.name].sums_replicas and world_size > 1
     reasons = {
         "training.step_graph is 'off'": config.training.step_graph == "off",
         f"CUDA graphs need a GPU, and this is a run on {device_type}": device_type != "cuda",
@@ -33,8 +33,8 @@ def why_eager(config: Any, device_type: str) -> str:
         "a gradient codec reads sizes on the host": config.grad_compression.codec != "none",
         "training.enable_cpu_offload copies through the host": config.training.enable_cpu_offload,
         "training.mask_documents makes another mask in each step": config.training.mask_documents,
-        f"{config.optimizer.name} uses gradients as backward makes them": (
-            ENTRIES[config.optimizer.name].sums_replicas
+        "optimizer.tsr_overlap_buckets > 1 starts sums that end behind backward": (
+            own_sums and config.optimizer.tsr_overlap_buckets > 1
         ),
         "activation_checkpoint.preserve_rng_state asks for random numbers' state": draws,
         "fsdp_reshard_after_forward = 'always' waits for an event of another stream": (
@@ -67,18 +67,14 @@ class CapturedPass(NamedTuple):
     inputs: dict[str, Tensor]
     loss: Tensor
     gradients: list[tuple[nn.Parameter, Tensor | None]]
-    own_norms: list[Any]
     replay: Callable[[], None]
 
 
 class StepGraph:
     """Runs the passes of steps: eagerly at first, later by replaying what it captured."""
 
-    def __init__(
-        self, model_parts: Sequence[nn.Module], own_gradients: OwnGradients, capture: Capture
-    ) -> None:
+    def __init__(self, model_parts: Sequence[nn.Module], capture: Capture) -> None:
         self._parameters = [p for part in model_parts for p in part.parameters()]
-        self._own_gradients = own_gradients
         self._capture = capture
         self._eager_steps: dict[Any, int] = {}  # by the shapes of a step's micro-batches
         self.passes: dict[Any, CapturedPass] = {}  # by shapes and kind of pass
@@ -86,11 +82,11 @@ class StepGraph:
         self._eager = True
 
     def begin(self, shapes: Any, eager: bool = False) -> None:
-        """Begin a step; steps of other shapes are other graphs."""
+        """Begin a step, which must be eager or may; steps of other shapes are other graphs."""
         self._step = shapes
         done = self._eager_steps.get(shapes, 0)
         self._eager = eager or done < WARM_UP
-        if self._eager:
+        if self._eager and not eager:
             self._eager_steps[shapes] = done + 1
 
     def run(
@@ -108,19 +104,14 @@ class StepGraph:
         captured.replay()
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient
-        self._own_gradients.norms.extend(captured.own_norms)
         return captured.loss.clone()  # the next replay writes its memory
 
     def _captured(
         self, one_pass: Callable[..., Tensor], inputs: Mapping[str, Tensor]
     ) -> CapturedPass:
         fixed = {name: tensor.clone() for name, tensor in inputs.items()}
-        noted = len(self._own_gradients.norms)
         loss, replay = self._capture(lambda: one_pass(**fixed))
-        own_norms = self._own_gradients.norms[noted:]
-        del self._own_gradients.norms[noted:]
-        gradients = [(p, p.grad) for p in self._parameters]
-        return CapturedPass(fixed, loss, gradients, own_norms, replay)
+        return CapturedPass(fixed, loss, [(p, p.grad) for p in self._parameters], replay)
 
     def free(self) -> None:
         """Free the graphs; the process groups that they use must still exist."""
