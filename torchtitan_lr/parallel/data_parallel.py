@@ -7,7 +7,7 @@ are summed by FSDP2, by a codec (TAGC), by an optimizer that sends less than the
 nothing, where replicas train apart between outer steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
@@ -207,11 +207,8 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 
 
 @contextmanager
-def own_norms(model_parts: Sequence[nn.Module]) -> Iterator[Norms]:
-    """Note the norms of the gradients that this rank's own backward makes, before they are summed.
-
-    They are there for FSDP2's and replicated units.
-    """
+def own_norms(model_parts: Collection[nn.Module]) -> Iterator[Norms]:
+    """Note the norms of this rank's own gradients, before they are summed."""
     norms: Norms = []
     for module in fsdp_modules(model_parts):
         watch_gradients(module, norms)

@@ -194,9 +194,8 @@ class Origin:
         """
         sums = {stage: gradients.nonfinite(part) for stage, part in self._parts.items()}
         sources = [("", sums)]
-        parts = [*self._parts.values()]
-        if dist.get_world_size() > 1 and fsdp_modules(parts):  # a rank's own first
-            with own_norms(parts) as norms:
+        if dist.get_world_size() > 1 and fsdp_modules(self._parts.values()):  # a rank's own first
+            with own_norms(self._parts.values()) as norms:
                 repeat()
             own = {stage: nonfinite(norms, part) for stage, part in self._parts.items()}
             sources = [("", own), ("in a sum over the ranks of finite gradients, ", sums)]
