@@ -131,9 +131,7 @@ class Trainer(TitanTrainer):
         if self.device.type == "cuda" and config.training.step_graph != "off":
             how = f"eager: {eager}" if eager else "captured after the first steps"
             logger.info("Passes of a step: %s", how)
-        self.graph: StepGraph | None = None
-        if not eager:
-            self.graph = StepGraph(self.model_parts, CudaCapture())
+        self.graph = None if eager else StepGraph(self.model_parts, CudaCapture())
         section = config.optimizer
         shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
         if section.groups:  # some may have parameters on other pipeline stages alone
@@ -228,8 +226,7 @@ class Trainer(TitanTrainer):
         """
         self.gradients.begin()
         if self.graph is not None:
-            eager = eager or not self.gradients.usual
-            self.graph.begin(shapes_of(data.microbatches), eager)
+            self.graph.begin(shapes_of(data.microbatches), eager or not self.gradients.usual)
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
         divisor = torch.full((), data.global_tokens / self._apart, device=self.device)
         losses = []
