@@ -52,6 +52,6 @@ def test_the_rank_whose_forward_made_a_nan_is_named(
 
 
 def test_a_sum_of_finite_gradients_is_no_ranks_fault(four_ranks: RankPool) -> None:
-    where = "only in the sum over the ranks, rank 1: layers.1.ffn_norm.weight"
+    where = "in a sum over the ranks of finite gradients, rank 1: layers.1.ffn_norm.weight"
     errors = four_ranks.errors(train, [*ACCUMULATED, "--training.steps=2"], "nan_sum@2")
     assert all(f"gradient norm is nan ({where})" in error for error in errors)

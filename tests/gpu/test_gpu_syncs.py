@@ -12,7 +12,6 @@ The refreshes of TSR-Adam are checked without replicas; these compare their base
 result after the step (`TSRAdam.settle`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -159,7 +158,7 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what reads by design, or `meta` lacks; without values it fails, as it must."""
 
     # What the host reads after the step.
-    findings = Findings(False, 1.0, 0, False, (), loss_is_finite=True, depth=math.inf)
+    findings = Findings(False, 1.0, 0, False, (), loss_is_finite=True)
     monkeypatch.setattr(Verdict, "read", lambda verdict: findings)
     # The kernel is queued like any other; torch lists only devices with values for it.
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)

@@ -104,7 +104,7 @@ def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.parallel.capture import why_eager
 
     if config.training.step_graph == "on":
-        reason = why_eager(config, device_type)
+        reason = why_eager(config, world_size, device_type)
         require(not reason, "training.step_graph", "on", f"'auto': {reason}")
 
 

@@ -569,7 +569,7 @@ class Outer:
 
 @dataclass
 class ActivationCheckpoint:
-    """Additions to torchtitan's ``[activation_checkpoint]``."""
+    """Additions to torchtitan's ``[activation_checkpoint]``, and a changed default."""
 
     mode: Annotated[str, AC_MODES] = "none"
     """Activations to recompute in backward: torchtitan's modes, and 'low_rank', which saves the
@@ -578,6 +578,9 @@ class ActivationCheckpoint:
 
     low_rank_save_attention: bool = True
     """'low_rank': also save attention's output and log-sum-exp, instead of recomputing them."""
+
+    preserve_rng_state: bool = False
+    """'full', 'selective': let a block of your own draw the same random numbers again."""
 
 
 @dataclass

@@ -131,7 +131,7 @@ class Run:
             optimizer = replace(config.optimizer, name="AdamW")
             compression = replace(config.grad_compression, codec="none")
             config = replace(config, optimizer=optimizer, grad_compression=compression)
-        return not why_eager(config, "cuda")
+        return not why_eager(config, self.world, "cuda")
 
     @property
     def compresses(self) -> bool:

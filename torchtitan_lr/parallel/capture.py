@@ -6,10 +6,11 @@ from typing import Any
 from torchtitan_lr.optim.entries import ENTRIES
 
 
-def why_eager(config: Any, device_type: str) -> str:
+def why_eager(config: Any, world_size: int, device_type: str) -> str:
     """Return why a run's passes cannot be captured, as a remedy needs it; empty if they can."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     draws = checkpointing.preserve_rng_state and checkpointing.mode not in ("none", "low_rank")
+    own_sums = ENTRIES[config.optimizer.name].sums_replicas and world_size > 1
     reasons = {
         "training.step_graph is 'off'": config.training.step_graph == "off",
         f"CUDA graphs need a GPU, and this is a run on {device_type}": device_type != "cuda",
@@ -17,10 +18,10 @@ def why_eager(config: Any, device_type: str) -> str:
         "a gradient codec reads sizes on the host": config.grad_compression.codec != "none",
         "training.enable_cpu_offload copies through the host": config.training.enable_cpu_offload,
         "training.mask_documents makes another mask in each step": config.training.mask_documents,
-        f"{config.optimizer.name} uses gradients as backward makes them": (
-            ENTRIES[config.optimizer.name].sums_replicas
+        "optimizer.tsr_overlap_buckets > 1 starts sums that end behind backward": (
+            own_sums and config.optimizer.tsr_overlap_buckets > 1
         ),
-        "activation_checkpoint.preserve_rng_state asks for random numbers' state": draws,
+        "activation_checkpoint.preserve_rng_state reads the random numbers' state": draws,
         "fsdp_reshard_after_forward = 'always' waits for an event of another stream": (
             parallelism.fsdp_reshard_after_forward == "always"
         ),

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.data.corpus import Batch
-from torchtitan_lr.parallel.data_parallel import OwnGradients
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 """Records what a call launches, without running it; returns its loss and what runs it."""
@@ -44,18 +43,14 @@ class CapturedPass(NamedTuple):
     inputs: dict[str, Tensor]
     loss: Tensor
     gradients: list[tuple[nn.Parameter, Tensor | None]]
-    own_norms: list[Any]
     replay: Callable[[], None]
 
 
 class StepGraph:
     """Runs the passes of steps: eagerly at first, later by replaying what it captured."""
 
-    def __init__(
-        self, model_parts: Sequence[nn.Module], own_gradients: OwnGradients, capture: Capture
-    ) -> None:
+    def __init__(self, model_parts: Sequence[nn.Module], capture: Capture) -> None:
         self._parameters = [p for part in model_parts for p in part.parameters()]
-        self._own_gradients = own_gradients
         self._capture = capture
         self._eager_steps: dict[Any, int] = {}  # by the shapes of a step's micro-batches
         self.passes: dict[Any, CapturedPass] = {}  # by shapes and kind of pass
@@ -63,11 +58,11 @@ class StepGraph:
         self._eager = True
 
     def begin(self, shapes: Any, eager: bool = False) -> None:
-        """Begin a step; steps of other shapes are other graphs."""
+        """Begin a step, which must be eager or may; steps of other shapes are other graphs."""
         self._step = shapes
         done = self._eager_steps.get(shapes, 0)
         self._eager = eager or done < WARM_UP
-        if self._eager:
+        if self._eager and not eager:
             self._eager_steps[shapes] = done + 1
 
     def run(
@@ -85,19 +80,14 @@ class StepGraph:
         captured.replay()
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient
-        self._own_gradients.norms.extend(captured.own_norms)
         return captured.loss.clone()  # the next replay writes its memory
 
     def _captured(
         self, one_pass: Callable[..., Tensor], inputs: Mapping[str, Tensor]
     ) -> CapturedPass:
         fixed = {name: tensor.clone() for name, tensor in inputs.items()}
-        noted = len(self._own_gradients.norms)
         loss, replay = self._capture(lambda: one_pass(**fixed))
-        own_norms = self._own_gradients.norms[noted:]
-        del self._own_gradients.norms[noted:]
-        gradients = [(p, p.grad) for p in self._parameters]
-        return CapturedPass(fixed, loss, gradients, own_norms, replay)
+        return CapturedPass(fixed, loss, [(p, p.grad) for p in self._parameters], replay)
 
     def free(self) -> None:
         """Free the graphs; the process groups that they use must still exist."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -125,16 +126,14 @@ class Trainer(TitanTrainer):
         seconds = self.metrics_processor.data_loading_times
         self.reader = StepReader(self.dataloader, dims, self.device, seconds)
         pipeline = self.pp_schedule if dims.pp_enabled else None
-        self.origin = Origin(self.model_parts, pipeline, dims, self.device)
-        eager = why_eager(config, self.device.type)
+        self.origin = Origin(self.model_parts, pipeline, dims)
+        eager = why_eager(config, dims.world_size, self.device.type)
         if self.device.type == "cuda" and config.training.step_graph != "off":
             how = f"eager: {eager}" if eager else "captured after the first steps"
             logger.info("Passes of a step: %s", how)
         self.watch = Watch(self.model_parts, self.device, dims.cp * dims.tp)
         self.metrics_processor.watch = self.watch
-        self.graph: StepGraph | None = None
-        if not eager:
-            self.graph = StepGraph(self.model_parts, self.origin.own, CudaCapture())
+        self.graph = None if eager else StepGraph(self.model_parts, CudaCapture())
         section = config.optimizer
         shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
         if section.groups:  # some may have parameters on other pipeline stages alone
@@ -192,9 +191,9 @@ class Trainer(TitanTrainer):
             # 4. Collect the next step's micro-batches, while the device computes.
             ahead = self.reader.read_next(data_iterator).counts if another_follows else ()
             # 5. Accept or reject the step, in one all-reduce of all ranks.
-            stop, depth = self.stop.name is not None, self.origin.depth
-            late, replica = self.checkpointer.is_late(), (self._replica, self._apart)
-            verdict = decide(self.loss, share, stop, ahead, depth, *replica, save=late)
+            stop, late = self.stop.name is not None, self.checkpointer.is_late()
+            replica = self._replica, self._apart
+            verdict = decide(self.loss, share, stop, ahead, *replica, save=late)
             # 6. Scale the gradients down to the largest norm.
             self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
             # 7. Change the weights, unless the step is rejected.
@@ -231,9 +230,8 @@ class Trainer(TitanTrainer):
         train apart each has K times its share of them: their mean is that gradient.
         """
         self.gradients.begin()
-        self.origin.begin()
         if self.graph is not None:
-            self.graph.begin(shapes_of(data.microbatches), eager)
+            self.graph.begin(shapes_of(data.microbatches), eager or not self.gradients.usual)
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
         divisor = torch.full((), data.global_tokens / self._apart, device=self.device)
         losses = []
@@ -274,9 +272,19 @@ class Trainer(TitanTrainer):
         """Let the optimizers change the weights, unless the verdict rejects the step."""
         self.checkpointer.maybe_wait_for_staging()
         step_unless(verdict.rejected, self.optimizers)
+        self._commit_residuals(verdict)
+
+    def _commit_residuals(self, verdict: Verdict) -> None:
         may_skip = self.job_config.training.max_skipped_steps > 0
         for compressor in self._residuals.compressors:
             compressor.commit(verdict.rejected if may_skip else None)
+
+    def repeat(self, data: StepData, verdict: Verdict) -> None:
+        """Run the passes of a rejected step again, which change nothing but gradients."""
+        self.optimizers.zero_grad()
+        self.backward(data, eager=True)
+        self.gradients.finish_sums()
+        self._commit_residuals(verdict)
 
     def exchange(self, ledger: CommLedger | None = None) -> None:
         """Take the outer step that follows this step, if one does, or raise a NonFiniteError."""
@@ -305,7 +313,8 @@ class Trainer(TitanTrainer):
             return
         what, rank = "the global batch has no valid label (all are ignored)", None
         if data.global_tokens:  # else 0/0: the weights are not the cause
-            what, rank = self.origin.of(findings, self.gradients)
+            repeat = partial(self.repeat, data, verdict)
+            what, rank = self.origin.of(findings, self.gradients, repeat)
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             good = self.checkpointer.newest() or "none"
             line = f"step {self.step}: {what}; last good checkpoint: {good}"

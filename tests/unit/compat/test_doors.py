@@ -15,7 +15,14 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.allocations import reads
-from torchtitan_lr.compat import checkpointing, dispatch, fake, fsdp, pipelining
+from torchtitan_lr.compat import (
+    checkpointing,
+    dispatch,
+    fake,
+    fsdp,
+    pipelining,
+    prefix_attention,
+)
 
 
 @pytest.fixture
@@ -158,3 +165,14 @@ def test_checkpointing_knows_every_class_that_dcp_writes(tmp_path):
     for module, name in checkpointing.METADATA_CLASSES:
         if module.startswith("torch"):
             assert hasattr(importlib.import_module(module), name)
+
+
+def test_attention_to_a_prefix_is_an_operator_that_checkpoints_and_compilers_know():
+    q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 32, 16)
+    for seen in (k, k[:, :, :8]):
+        inputs = [x.clone().requires_grad_() for x in (q, seen, seen)]
+        torch.library.opcheck(prefix_attention.PREFIX_ATTENTION, tuple(inputs))
+        with torch.no_grad():
+            out = prefix_attention.prefix_attention(*inputs)
+        given = (q, *(x.detach() for x in inputs), *out)
+        torch.library.opcheck(torch.ops.torchtitan_lr.attend_to_prefix_backward.default, given)

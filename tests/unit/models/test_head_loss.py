@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.costs.kernels import Recorder
 from torchtitan_lr.models import ends as head_loss
-from torchtitan_lr.models.ends import cross_entropy_sum, errors_in_place, linear_loss
+from torchtitan_lr.models.ends import (
+    chunk_tokens,
+    cross_entropy_sum,
+    errors_in_place,
+    linear_loss,
+)
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.titan import IGNORE_INDEX
 
@@ -167,3 +172,17 @@ def test_logits_of_a_large_vocabulary_never_exist(dtype, dim):
     # The control: one chunk of all tokens.
     one = peak(lambda *arguments: in_chunks(tokens, *arguments), tokens, dim, vocabulary, dtype)
     assert one > whole_bytes / 8
+
+
+def test_a_fused_loss_takes_twice_the_tokens_at_a_time_in_less_memory():
+    """So there are half as many products and sums of the weight's gradient."""
+    chunks = []
+
+    def fused(logits, column, here):  # a kernel, without memory of its own
+        chunks.append(len(logits))
+        return logits.new_zeros(len(logits), dtype=torch.float32)
+
+    shape = 16384, 2048, 32 * 1024, torch.bfloat16
+    found = peak(lambda x, w, targets: linear_loss(x, w, targets, None, fused), *shape)
+    assert chunks == [4096] * 4 and chunk_tokens(*shape[:2]) == 2048
+    assert found < peak(linear_loss, *shape)

@@ -366,13 +366,12 @@ def test_bf16_gradients_are_clipped_as_fp64_ones():
 )
 def test_a_verdict_of_one_process(loss, square, stop, norm):
     share, counts = torch.tensor(square, dtype=torch.float64), (float(2**53), 0.0, 1.0)
-    verdict = decide(torch.tensor(loss), share, stop, counts, torch.tensor(math.inf))
+    verdict = decide(torch.tensor(loss), share, stop, counts)
     found, finite = verdict.read(), math.isfinite(loss)
     assert found.rejected is (not finite or square > 3.4e38)
     assert (found.norm, found.stop, found.next_counts) == (norm, stop, counts)
     assert (found.bad_ranks, found.loss_is_finite) == (not finite, finite)
     assert verdict.rejected.item() == float(found.rejected)
-    where = torch.tensor(math.inf)
-    apart = decide(torch.tensor(loss), share, stop, counts, where, replica=1, replicas=3)
+    apart = decide(torch.tensor(loss), share, stop, counts, replica=1, replicas=3)
     assert apart.read() == found and apart.norm.item() == norm
     assert verdict.rejected.dtype == torch.float32 and verdict.norm.item() == norm

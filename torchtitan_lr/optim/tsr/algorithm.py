@@ -192,6 +192,11 @@ class TSRAdam(OwnOptimizer):
                     whole.append(parameter)
         self._running = StepState(due, projected, self._plan_sums(projected, whole))
 
+    @property
+    def usual(self) -> bool:
+        """Whether no matrix of the running step is due, so that its passes project all of them."""
+        return self._running is not None and not any(self._running.due.values())
+
     def _plan_sums(self, projected: Container[Tensor], whole: Iterable[Tensor]) -> EarlySums:
         """Divide a step's sums, of cores and of whole gradients, into messages."""
         count = self.settings.overlap_buckets
