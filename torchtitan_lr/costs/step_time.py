@@ -137,7 +137,13 @@ def step_time(
         device = product_seconds(work, hardware), kernel_seconds(work, hardware)
         own = optimizer_seconds(run, pp_rank, hardware)
         time = model_step_time(device[0], sent, device[1], own)
-        busy = sum(device) + time.exposed_communication - sent["optimizer"]
+        travels = min(_travelling_seconds(run, pp_rank, sum(device), hardware), sent["optimizer"])
+        time = replace(
+            time,
+            exposed_communication=time.exposed_communication - travels,
+            hidden_communication=time.hidden_communication + travels,
+        )
+        busy = sum(device) + time.exposed_communication + travels - sent["optimizer"]
         calls = sum(row.calls for row in rows if row.pass_ != "optimizer")
         host = host_seconds(run, pp_rank, work.launches + calls, hardware)
         times.append(replace(time, host=max(0.0, host - busy)))
@@ -151,6 +157,17 @@ def step_time(
             seconds[stage] = forward, backward + sent["backward"] / count
     longest = max(times, key=lambda time: time.total)
     return longest if run.pp == 1 else replace(longest, bubble=_bubble(run, seconds))
+
+
+def _travelling_seconds(run: Run, pp_rank: int, busy: float, hardware: Hardware) -> float:
+    """Return the part of outer steps' messages, in a mean step, that the next step hides."""
+    rows = run.outer.exchanges(pp_rank) if run.outer.section.overlap else []
+    seconds = 0.0
+    for row in rows:
+        itemsize = element_size(row, run.wire_dtypes)
+        took = collective_seconds(row, itemsize, run.mesh[row.mesh_dim], hardware)
+        seconds += min(took, busy) / run.outer.every
+    return seconds
 
 
 def _passes(units: Mapping[str, Any], rehearsal: Rehearsal) -> list[Work]:

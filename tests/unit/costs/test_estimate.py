@@ -11,7 +11,7 @@ import pytest
 from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands import train
-from torchtitan_lr.commands.estimate_report import alternatives
+from torchtitan_lr.commands.estimate_report import alternatives, estimate
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.costs.described_run import elements, read_run
@@ -142,6 +142,26 @@ def test_what_outer_steps_send_and_hold():
     assert len(parts) == 3 and sum(parts) == entries
     alone = paper_run(path, 8, "--parallelism.data_parallel_replicate_degree=1")
     assert alone.outer.exchanges(0) == []
+
+
+@pytest.mark.parametrize("gbytes", [25.0, 1.25])
+def test_a_step_hides_a_message_that_travels_meanwhile(gbytes):
+    """No more of it than the step computes."""
+    hardware = replace(load_hardware("h100_10gbit"), inter_node_gbytes_per_s=gbytes)
+    path = ROOT / "train_configs/muloco_1b.toml"
+    runs = [paper_run(path, None, *more) for more in ([], ["--outer.overlap"])]
+    plain, overlaps = (estimate({"run": run}, hardware)["step_time"] for run in runs)
+    (row,) = runs[0].outer.exchanges(0)
+    message = 7 / 8 * row.elements / (gbytes * 1e9) + hardware.latency_us * 1e-6
+    computes = sum(plain[part] for part in ("compute", "element_wise"))
+    hidden = min(message, computes) / 30
+    assert (message > computes) is (gbytes < 2)
+    assert plain["total"] - overlaps["total"] == pytest.approx(hidden, rel=1e-4)
+    more = overlaps["hidden_communication"] - plain["hidden_communication"]
+    assert more == pytest.approx(hidden, rel=1e-4)
+    pieces = runs[1].pieces_of(0)
+    messages = 9 * row.elements / 8  # its own, and those of all
+    assert runs[1].outer.travelling_bytes(pieces) == 4 * elements(pieces) + messages
 
 
 def test_thousands_of_ranks():
