@@ -34,6 +34,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.research.finished_runs import versions
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
@@ -253,6 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     elif options.command == "tokens":
         write_tokens(work)
     else:
+        want = "cpu with --small: this machine shows no GPU"
+        require(options.device == "cpu" or torch.cuda.is_available(), "--device", "cuda", want)
         return Race(work, options.out or work / "gpu_60m.json", scale).run(began + options.seconds)
     return 0
 

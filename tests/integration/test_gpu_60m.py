@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts.research.gpu_60m import REHEARSAL, Race
+from scripts.research.gpu_60m import REHEARSAL, Race, main
 from tests.integration import runs
 
 FAMILIES = 7
@@ -37,3 +37,11 @@ def test_a_rehearsal_ends_with_all_curves_and_names_what_is_cut_off(tmp_path):
     race.write()
     states = [run["status"] for run in json.loads(out.read_text())["runs"].values()]
     assert states == ["finished"] * (FAMILIES - 1) + ["cut off"]
+
+
+def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["run", f"--work={tmp_path}"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --device: got 'cuda', expected cpu with --small: this machine shows no GPU\n"
+    )

@@ -110,7 +110,7 @@ _ADAMW = OptimizerEntry(
     cost="torchtitan_lr.costs.optimizer_costs:OptimizerCost",
     reads_groups=True,
     of_models=dict.fromkeys(("llama_cola", "llama_svd", "llama_lax"), _COLA),
-    rates=(0.0, 2.5e-2, "our searches; CoLA has 1e-3 to 6e-3"),
+    rates=(0.0, 1e-2, "our searches; CoLA has 1e-3 to 6e-3"),
 )
 ENTRIES: dict[str, OptimizerEntry] = {
     "AdamW": _ADAMW,
@@ -126,7 +126,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
         reads_groups=True,
         keys=("optimizer.tsr_",),
         defaults={"optimizer.lr": 1e-2},  # the paper's, at every size
-        rates=(1e-3, 8e-2, "our searches; the paper has 1e-2"),
+        rates=(2.5e-3, 4e-2, "our searches; the paper has 1e-2"),
         fits="torchtitan_lr.optim.tsr.selection:plan_configured",
     ),
     "Muon": _spectral(
