@@ -17,8 +17,7 @@ SBATCH = ROOT / "scripts/slurm/train.sbatch"
 
 # What the script calls: each command writes down its arguments, and what the ranks would see.
 COMMANDS = {
-    "srun": 'echo "srun $* PYTHON=$PYTHON NNODES=$NNODES NGPU=$NGPU $RDZV_ENDPOINT $RDZV_ID" '
-    ">>$CALLS; $ENDING",
+    "srun": 'echo "srun $* NNODES=$NNODES NGPU=$NGPU $RDZV_ENDPOINT $RDZV_ID" >>$CALLS; $ENDING',
     "scontrol": '[ "$1" = requeue ] && echo "requeue $2" >>$CALLS; printf "n1\\nn2\\n"',
     "scancel": 'echo "scancel $*" >>$CALLS; kill -USR2 $(cat $CALLS.srun)',
     "squeue": "echo ${STATE:-RUNNING}",
