@@ -108,9 +108,9 @@ def exact_products(split: bool = False) -> Iterator[None]:
 def sides(x: Tensor, symmetric: bool = False) -> tuple[Tensor, Tensor]:
     """Return what stands for x (..., m, k) on the left of a product, and for xᵀ on the right.
 
-    By rounding a ``symmetric`` x differs from xᵀ: on the right stands x itself. If products are
-    split, x = hi + lo in bf16, and both are views of [hi hi lo hi] (..., m, 4k): of the first three
-    blocks, and of the last three. So one product of width 3k is hi hi + hi lo + lo hi.
+    By rounding a ``symmetric`` x differs from xᵀ: on the right stands x itself, but not if products
+    are split. Then x = hi + lo in bf16, and both are views of [hi hi lo hi] (..., m, 4k): of the
+    first three blocks, and of the last three. So one product of width 3k is hi hi + hi lo + lo hi.
     """
     if not _SPLITS.get() or x.dtype != torch.float32:
         return x, x if symmetric else x.mT
