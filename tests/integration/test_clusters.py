@@ -12,6 +12,7 @@ import yaml
 
 from tests.integration.runs import ROOT, environment
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, LOST, REFUSED
 
 SBATCH = ROOT / "scripts/slurm/train.sbatch"
 
@@ -183,6 +184,9 @@ def test_the_numbers_of_the_kubernetes_job_agree():
     assert given["NGPU"] == container["resources"]["limits"]["nvidia.com/gpu"]
     name = job["metadata"]["name"]
     assert given["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    ends, lost = spec["podFailurePolicy"]["rules"][:2]
+    assert ends["onExitCodes"]["values"] == [EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED]]
+    assert (lost["action"], lost["onExitCodes"]["values"]) == ("Ignore", [EXIT_STATUS[LOST]])
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert policy["spec"]["podSelector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
