@@ -108,9 +108,9 @@ def exact_products(split: bool = False) -> Iterator[None]:
 def sides(x: Tensor, symmetric: bool = False) -> tuple[Tensor, Tensor]:
     """Return what stands for x (..., m, k) on the left of a product, and for xᵀ on the right.
 
-    By rounding a ``symmetric`` x differs from xᵀ: on the right stands x itself. If products are
-    split, x = hi + lo in bf16, and both are views of [hi hi lo hi] (..., m, 4k): of the first three
-    blocks, and of the last three. So one product of width 3k is hi hi + hi lo + lo hi.
+    By rounding a ``symmetric`` x differs from xᵀ: on the right stands x itself, but not if products
+    are split. Then x = hi + lo in bf16, and both are views of [hi hi lo hi] (..., m, 4k): of the
+    first three blocks, and of the last three. So one product of width 3k is hi hi + hi lo + lo hi.
     """
     if not _SPLITS.get() or x.dtype != torch.float32:
         return x, x if symmetric else x.mT
@@ -135,16 +135,19 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-def add_product(
-    total: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0
-) -> Tensor:
-    """Compute total ← β total + α left right in place."""
+def plus_product(term: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return β term + α left right, of stacks (b, m, n)."""
+    if left.dtype == term.dtype:
+        return torch.baddbmm(term, left, right, beta=beta, alpha=alpha)
+    return (beta * term).add_(product(left, right), alpha=alpha)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+    """Add α left right to a matrix (m, n)."""
     if left.dtype == total.dtype:
-        add = total.addmm_ if total.ndim == 2 else total.baddbmm_
-        return add(left, right, beta=beta, alpha=alpha)
-    if beta != 1.0:
-        total.mul_(beta)
-    return total.add_(product(left, right), alpha=alpha)
+        total.addmm_(left, right, alpha=alpha)
+    else:
+        total.add_(product(left, right), alpha=alpha)
 
 
 class HostCopy:

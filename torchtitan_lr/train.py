@@ -73,8 +73,7 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
         if run_folder.is_held(folder):  # what a check would find changes while that job trains
             raise run_folder.taken(folder)
         check_job_config(config, ranks, device_type, data="find")
-        # Here, so that all ranks hear of a refusal.
-        return until.enter_context(run_folder.locked(folder))
+        return until.enter_context(run_folder.locked(folder))  # all ranks hear of a refusal
 
     def prepare(signed: str) -> dict[str, str]:
         run_folder.check_shared(folder, signed)

@@ -329,13 +329,18 @@ def spectral(device: str, small: bool) -> Iterator[Row]:
         "torch.optim.Muon": partial(torch.optim.Muon, lr=1e-4),
         "usual, fp32": partial(UsualMuon, lr=1e-4),
     }
-    for name in (*builds, *RULES):
+    ours = {name: (name, "highest") for name in RULES}
+    for name, rule in RULES.items():
+        if rule.splits:  # as in a run whose model computes in bf16
+            ours[f"{name}, split products"] = name, "high"
+    for name in (*builds, *ours):
         _reset(device)
         factors, pairs = factors_of(flavor, 0, device)
         if name in builds:
             step = builds[name]([*factors.values()]).step
         else:
-            step = our_optimizer(name, factors, pairs).step
+            rule_name, precision = ours[name]
+            step = matmul_precision(precision)(our_optimizer(rule_name, factors, pairs).step)
         row: Row = {"optimizer": name, "flavor": flavor}
         row["ms"] = median_ms(step, device, 3 if small else 10)
         if device == "cuda":

@@ -27,6 +27,7 @@ from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run, elements, read_run
+from torchtitan_lr.costs.gram_messages import RULES
 from torchtitan_lr.costs.hardware import Hardware, load_hardware
 from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.rehearsal import rehearse_run
@@ -95,6 +96,7 @@ PURE = "--training.dtype=bfloat16"  # of a benchmark without a trainer
 OFF, ON = "--training.step_graph=off", "--training.step_graph=auto"
 EAGER = "--compile.no_enable"
 BOOST = "--model.flavor=1B_boost"
+FP32 = "--training.mixed_precision_param=float32"  # so are then the optimizer's products
 SHAPES = {"start": (32, 256), "ratio": (8, 1024), "wide": (24, 1024), "short": (2, 1024)}
 ALONE = "--parallelism.data_parallel_replicate_degree=1"
 
@@ -134,7 +136,7 @@ def cases(part: str, content: dict[str, Any]) -> Iterator[Case]:
             config = "full_1b" if row["optimizer"] == "AdamW" else "tsr_1b"
             yield Case(row["optimizer"], row["ms"], (config, ALONE), "optimizer")
         elif row.get("optimizer") in ("AdamW", "Muon", "Spectron", "LoRAMuon"):
-            arguments = "cola_1b", BOOST, f"--optimizer.name={row['optimizer']}"
+            arguments = "cola_1b", BOOST, f"--optimizer.name={row['optimizer']}", FP32
             yield Case(row["optimizer"], row["ms"], arguments, "factors")
 
 
@@ -190,6 +192,9 @@ def seconds(case: Case, hardware: Hardware) -> float:
         host = block.launches * hardware.host_kernel_us + hardware.host_unit_us
         return max(product_seconds(block, hardware) + kernel_seconds(block, hardware), 1e-6 * host)
     time = step_time(run, [step_traffic(run, 0, rehearsal)], hardware, rehearsal)
+    if run.config.optimizer.name in RULES:  # whose products were in fp32
+        exact = run_of((*case.arguments, FP32), case.world)
+        time = replace(time, optimizer=optimizer_seconds(exact, 0, hardware))
     work = work_of(run)
     odd = sum(n * f for (f, _), n in work.products.items() if f % (2 * 5461) == 0)
     aligned = hardware.peak_tflops * hardware.matmul_efficiency

@@ -6,13 +6,16 @@ r"""Train the families of scripts/research/experiments/gpu_60m.toml on one GPU w
     python -m scripts.research.gpu_60m run --work outputs/gpu_60m --out outputs/gpu_60m.json
     python -m scripts.research.gpu_60m run --work W --device cpu --small    # a rehearsal
 
+A rehearsal needs --small in each command.
+
 corpus writes the Python source of the installed packages into corpus.jsonl.xz, a document per file
 without copies, and trains a tokenizer of 16,384 tokens. corpus.json has the SHA-256 of the list of
 packages, versions, files and their contents. These three are what another machine needs. tokens
 writes the prepared corpus: one file in 200 is held out. It needs no GPU: other work may have that.
 run probes the slowest family, chooses one number of steps with which all seven fit into --seconds,
 at most one epoch, and trains one after another. --out has all curves and is written again every
-few seconds; a family whose run has not ended is "cut off" there.
+few seconds; a family whose run has begun and not ended is "cut off" there. The same command goes
+on.
 
 Exit status: 0; 1 a run failed or was cut off; 2 invalid arguments.
 """
@@ -54,6 +57,8 @@ EXPERIMENT = Path(__file__).parent / "experiments" / "gpu_60m.toml"
 SLOWEST = "full-Muon"  # its products are of whole matrices
 EVERY = 5.0  # seconds between two writes of the curves
 SPARE = 0.9  # share of the time that the runs plan for
+
+CHOSEN = ("seconds_to_start", "seconds_per_step", "steps")
 
 TEXT, LISTED, TOKENIZER, TOKENS = "corpus.jsonl.xz", "corpus.json", "bpe", "tokens"
 """What --work holds."""
@@ -167,7 +172,15 @@ class Race:
         return replace(given, sizes={self.size: shape})
 
     def choose_steps(self, end: float) -> int:
-        """Probe the slowest family; return the steps with which all runs end before a time."""
+        """Probe the slowest family; return the steps with which all runs end before a time.
+
+        A run that goes on has the steps that it had.
+        """
+        if self.out.exists():
+            known = read_json(self.out)
+            if known.get("corpus") == self.facts["corpus"] and "steps" in known:
+                self.facts |= {key: known[key] for key in CHOSEN}
+                return int(known["steps"])
         self.plan.experiment = self.with_steps(self.scale.probe)
         (budget,) = self.plan.experiment.sizes[self.size].budgets
         (rate,) = self.plan.experiment.families[SLOWEST].learning_rates
@@ -185,7 +198,7 @@ class Race:
         steps = min(int((share - start) / step), epoch, self.scale.most or epoch)
         want = f"more: seven runs of {start:.0f} s to start and {step:.3f} s a step do not fit"
         require(steps > 0, "--seconds", end - began, want)
-        self.facts |= {"seconds_to_start": start, "seconds_per_step": step, "steps": steps}
+        self.facts |= dict(zip(CHOSEN, (start, step, steps), strict=True))
         print(f"{steps} steps each: {start:.1f} s to start, {step:.3f} s a step", flush=True)
         return steps
 
@@ -205,6 +218,8 @@ class Race:
 
     def run(self, end: float) -> int:
         """Train all families, and write their curves on the way; return the exit status."""
+        signal.signal(signal.SIGALRM, signal.default_int_handler)  # the active run saves and ends
+        signal.setitimer(signal.ITIMER_REAL, max(1.0, end - time.monotonic()))
         self.plan.experiment = self.with_steps(self.choose_steps(end))
         self.points = self.plan.points(self.plan.searched({}))
         done = threading.Event()
@@ -215,8 +230,6 @@ class Race:
 
         writer = threading.Thread(target=keep_writing, daemon=True)
         writer.start()
-        signal.signal(signal.SIGALRM, signal.default_int_handler)  # the active run saves and ends
-        signal.setitimer(signal.ITIMER_REAL, max(1.0, end - time.monotonic()))
         try:
             status = execute(self.plan, jobs=1)
         except KeyboardInterrupt:

@@ -24,7 +24,7 @@ from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
 from torchtitan_lr.models.linears import Gated, down_products, gated_linear
-from torchtitan_lr.numerics import add_product, exact_products, product, sides
+from torchtitan_lr.numerics import add_product, exact_products, plus_product, product, sides
 from torchtitan_lr.parallel import btp, paired
 from torchtitan_lr.parallel.context import gather_row
 from torchtitan_lr.parallel.megatron import column_parallel, gather_and_sum_wide
@@ -264,13 +264,16 @@ def test_a_split_product_has_16_bits(
     with exact_products(split=True):
         left, right = sides(a)[0], sides(b)[1]
         found = product(left, right).cpu()
-        added = add_product(exact.float().to(device), left, right, beta=0.5, alpha=-0.5).cpu()
+        total = exact.float().to(device)
+        half = plus_product(total, left, right, beta=0.5, alpha=-0.5).cpu()
+        add_product(total, left, right, alpha=-1.0)
         wide = [x.dtype for x in sides(exact)]
     assert left.dtype == right.dtype == torch.bfloat16 and left.shape[-1] == 912
     assert left.stride(-2 if flipped else -1) == 1
     assert ((found - exact).abs() <= 2.0**-15 * size).all()
     assert ((rounded - exact).abs() > 2.0**-15 * size).any()
-    assert ((added - (exact - found) / 2).abs() <= 1e-6 * size).all()
+    for sums, factor in ((half, 0.5), (total.cpu(), 1.0)):
+        assert ((sums - factor * (exact - found)).abs() <= 1e-6 * size).all()
     # fp64, and fp32 elsewhere, stay as they are; of a symmetric matrix itself is on the right.
     assert wide == [torch.float64] * 2
     assert sides(a)[0] is a and sides(a, symmetric=True)[1] is a

@@ -110,13 +110,8 @@ def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
 
 def check_profiling(config: Any, world_size: int, device_type: str) -> None:
     """Check that ``[profiling]`` finds what it looks for."""
-    section = config.profiling
-    least = section.profiler_warmup + section.profiler_active
-    want = f"at least {least}, profiling.profiler_warmup + profiling.profiler_active"
-    fits = not section.enable_profiling or section.profile_freq >= least
-    require(fits, "profiling.profile_freq", section.profile_freq, want)
-    snapshots = section.enable_memory_snapshot and device_type == "cpu"
-    require(not snapshots, "profiling.enable_memory_snapshot", True, "false on a CPU")
+    fits = device_type != "cpu" or not config.profiling.enable_memory_snapshot
+    require(fits, "profiling.enable_memory_snapshot", True, "false on a CPU")
 
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:

@@ -6,7 +6,7 @@
     torchtitan-lr estimate CONFIG --hardware h200 --json [--section.key=value ...]
     torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
     torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
-    torchtitan-lr estimate boost_7b --world 32 --layouts
+    torchtitan-lr estimate cola_7b --world 32 --layouts
 
 Prints parameters, FLOPs per token, the memory of the rank that needs most, the bytes that a rank
 passes to its collectives per step, and a modelled step time. One CONFIG stands beside its model on

@@ -72,7 +72,7 @@ class Agent(LocalElasticAgent):
         logs: DefaultLogsSpecs,
         max_restarts: int,
         final: Collection[int],  # exit statuses that are not restarted
-        lost: Callable[[], str],  # why, after a failure, this machine cannot start them again
+        lost: Callable[[], str],  # why, after a failure, the others must go on without this machine
         lost_status: int,  # that of such a failure
     ) -> None:
         spec = WorkerSpec(
@@ -146,8 +146,7 @@ class Agent(LocalElasticAgent):
             codes = {local: process.poll() for local, process in self._processes().items()}
             stuck = [first + local for local in left if codes[local] == -signal.SIGKILL]
             error, status = _reported(found).strip().partition("\n")[0], found.exitcode
-            if status not in self._final and (lost := self._lost()):
-                # The other machines' ranks have failed too: they go on without this one.
+            if self.restarts and status not in self._final and (lost := self._lost()):
                 status, error = self._lost_status, "; ".join(filter(None, (error, lost)))
             self.failure = Failure(rank, status, error, Path(output).parent, stuck)
             self._cause = str(self.failure)

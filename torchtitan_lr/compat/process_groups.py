@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -161,12 +160,11 @@ def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -
 
 def write_flight_record() -> None:
     """Write gloo's record of collectives where NCCL writes its own, as torchtitan configures."""
-    # ``_dump_fr_trace`` is undocumented. If it is renamed, nothing is written, and a test fails.
     place = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    # If the undocumented ``_dump_fr_trace`` is renamed, nothing is written, and a test fails.
     if place and dist.is_initialized() and dist.get_backend() == "gloo":
-        with suppress(OSError, AttributeError):
-            record: bytes = getattr(torch._C._distributed_c10d, "_dump_fr_trace")()  # noqa: B009
-            Path(f"{place}{dist.get_rank()}").write_bytes(record)
+        with suppress(OSError, AttributeError), open(f"{place}{dist.get_rank()}", "wb") as file:
+            file.write(getattr(torch._C._distributed_c10d, "_dump_fr_trace")())  # noqa: B009
 
 
 def group_name_of(group: Any) -> str:

@@ -414,7 +414,8 @@ class Optimizer:
 
     adamw_lr: Annotated[float, FINITE] = 0.0
     """Learning rate of the embedding, the head, norms and gates, which AdamW updates beside a
-    spectral optimizer too (with ``beta1``, ``beta2`` and ``eps``); 0 uses ``lr``."""
+    spectral optimizer too (with ``beta1``, ``beta2`` and ``eps``); 0 uses ``lr``. The default is
+    6e-2 with 'Muon', 'Spectron' and 'LoRAMuon'."""
 
     adamw_weight_decay: Annotated[float, _DECAY_OR_SAME] = -1.0
     """Weight decay of the embedding, the head, norms and gates; -1 uses `weight_decay`."""

@@ -130,8 +130,8 @@ def is_prepared(config: Any) -> bool:
     """Return whether the tokens of a run are there, so that none would be prepared."""
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     for part in (part for section in used_sections(config) for part in wanted(config, section)):
-        readers = [Reader(source) for source in part.sources]
-        if not (part.folder or (_place(config, readers, tokenizer) / RECORD).is_file()):
+        readers = [] if part.folder else [Reader(source) for source in part.sources]
+        if readers and not (_place(config, readers, tokenizer) / RECORD).is_file():
             return False
     return True
 

@@ -35,7 +35,6 @@ _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"  # tells ranks how many they need on their machine
 
 fewer = "at most {}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)".format
-
 _ANSWER_SECONDS = 60  # of a driver that counts its GPUs
 _DATA = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 

@@ -34,7 +34,6 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_lr.compat.elastic import Agent, Failure
 from torchtitan_lr.launch import placement
-from torchtitan_lr.launch.placement import Environment
 from torchtitan_lr.launch.processes import Signals
 from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, LOST
 
@@ -71,7 +70,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return super().next_rendezvous()
 
 
-def meeting(environment: Environment) -> RendezvousHandler:
+def meeting(environment: placement.Environment) -> RendezvousHandler:
     """Return where the machines of a run meet."""
     if environment.nodes == 1:
         return LoopbackRendezvous()
@@ -124,7 +123,7 @@ def local_address(family: int, there: Any) -> str:
 
 
 def run_ranks(
-    environment: Environment,
+    environment: placement.Environment,
     command: Sequence[str],  # the module that every rank runs, and its arguments
     log_folder: Path,
     variables: Mapping[str, str],  # beside this process's
@@ -145,11 +144,10 @@ def run_ranks(
     try:
         os.environ.update(given)
         rendezvous = meeting(environment)
-        restarts = environment.max_restarts
         needs_gpus = placement.GPUS_VARIABLE in variables
         lost = partial(placement.lost_devices, ranks) if needs_gpus else str
-        ends = AGAIN_THE_SAME, lost, EXIT_STATUS[LOST]
-        agent = Agent(command, ranks, rendezvous, logs, restarts, *ends)
+        ends = environment.max_restarts, AGAIN_THE_SAME, lost, EXIT_STATUS[LOST]
+        agent = Agent(command, ranks, rendezvous, logs, *ends)
         if signals is not None:
             signals.agent = agent
         result = agent.run()

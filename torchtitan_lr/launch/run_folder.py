@@ -99,10 +99,9 @@ def check_shared(dump_folder: str, signed: str) -> None:
         if found == signed:
             return
         if time.monotonic() > end:
-            want = (
-                f"a folder that all machines share, and no other run: {socket.gethostname()} has "
-            )
-            raise ConfigError("job.dump_folder", dump_folder, f"{want}another {LOCK_FILE}")
+            here = f"{socket.gethostname()} has another {LOCK_FILE}"
+            want = f"a folder that all machines share, and no other run: {here}"
+            raise ConfigError("job.dump_folder", dump_folder, want)
         time.sleep(0.1)
 
 

@@ -53,8 +53,8 @@ class OptimizerEntry:
     of_models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Those that replace `defaults` for a ``model.name``."""
     rates: tuple[float, float, str] | None = None
-    """The least and the highest ``optimizer.lr`` of searches and papers, and which these are;
-    a rate beyond them is warned of."""
+    """The least and the highest ``optimizer.lr`` that are known to work, and from where; a rate
+    beyond them is warned of."""
     fits: Function | None = None
     """Refuses a model that it cannot train: called with ``[optimizer]`` and the shapes by name."""
     check: Function | None = None
@@ -94,8 +94,8 @@ def _spectral(
     )
 
 
-# Our searches are those of docs/results.md, at widths 48 to 128: one rate of embedding, head and
-# norms was good for every family and optimizer. Spectron's authors have 7e-2 at every size.
+# Our searches are those of docs/results.md, at widths 48 to 128, for full rank, CoLA and svd: one
+# rate of embedding, head and norms was good for all. Spectron's authors have 7e-2 at every size.
 _OF_ENDS = {"optimizer.adamw_lr": 6e-2}
 # The size of an update does not depend on the gradient's: nothing is clipped.
 _UNCLIPPED = {"training.max_norm": math.inf}
@@ -133,7 +133,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
         "Muon",
         "matrices",
         (1e-4, 2.5e-2, "Moonlight's and Spectron's dense models; our searches"),
-        # Rates: the best of our searches for full rank and LaX, for CoLA and plain factors.
+        # Rates: of the flat part of our searches for full rank and LaX, for CoLA and plain factors.
         # Jordan et al.'s momentum; Moonlight's decay (arXiv 2502.16982).
         defaults=_OF_ENDS
         | _UNCLIPPED
@@ -144,8 +144,8 @@ ENTRIES: dict[str, OptimizerEntry] = {
         "Spectron",
         "factors",
         (1e-3, 2.5e-1, "the paper's stable rates; our searches; its authors' code has 7e-2"),
-        # Rates: the best of our searches for CoLA, for plain factors and LaX. The rest is the
-        # authors' training code (github.com/da462/spectron), with their decay of 1e-2.
+        # Rates: of the flat part of our searches for CoLA, for plain factors and LaX. The rest is
+        # the authors' training code (github.com/da462/spectron), with their decay of 1e-2.
         defaults=_OF_ENDS
         | {
             "optimizer.lr": 1e-1,
@@ -163,7 +163,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
         "LoRAMuon",
         "factors",
         (1e-3, 1e-1, "our searches; Jordan et al. have 2e-2 for updates of spectral norm 1"),
-        # Rates: the best of our searches for CoLA and plain factors, and for LaX.
+        # Rates: of the flat part of our searches for CoLA and plain factors, and for LaX.
         defaults=_OF_ENDS | _UNCLIPPED | {"optimizer.lr": 4e-2},
         of_models={"llama_lax": {"optimizer.lr": 1.5e-2}},
         # The roots of weights' Gram matrices need more than 16 bits; three products in TF32 have

@@ -84,14 +84,13 @@ def trainer_parts(manager: type[CheckpointManager]) -> Iterator[None]:
 def profilers(job_config: Any, step: int) -> Iterator[list[Any]]:
     """Run the profilers of ``[profiling]`` from a step on; call ``step()`` of each per step."""
     where = {"global_step": step, "base_folder": job_config.job.dump_folder}
-    profile = torch.profiler.profile
 
-    def with_known(activities: list[Any], **settings: Any) -> Any:
-        return profile(activities=[each for each in activities if each is not None], **settings)
+    def known(activities: list[Any], profile: Any = torch.profiler.profile, **rest: Any) -> Any:
+        return profile(activities=[each for each in activities if each is not None], **rest)
 
     # Upstream has None for a GPU's activity on a CPU, which torch 2.13 refuses.
     with (
-        patch.object(torch.profiler, "profile", with_known),
+        patch.object(torch.profiler, "profile", known),
         maybe_enable_profiling(job_config.profiling, **where) as times,
         maybe_enable_memory_snapshot(job_config.profiling, **where) as memory,
     ):

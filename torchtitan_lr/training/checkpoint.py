@@ -105,12 +105,11 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def is_late(self) -> bool:
         """Return, on the first rank alone, whether a save is due by ``checkpoint.minutes``."""
-        minutes = self._section.minutes
+        minutes, writes = self._section.minutes, self.save_future and not self.save_future.done()
         longest = max(60 * minutes, _SAVE_SHARE * self._save_seconds)
         # The next save would wait for one that is still written in the background.
-        written = self.save_future is None or self.save_future.done()
-        due = minutes > 0 and time.monotonic() - self._saved_at > longest
-        return self._first and written and due
+        can_save = self._first and minutes > 0 and not writes
+        return can_save and time.monotonic() - self._saved_at > longest
 
     @torch.no_grad()
     def dcp_save(

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partialmethod
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -177,17 +178,17 @@ class Loggers(components.BaseLogger):
         except Exception as error:
             self._tell(kind, error)
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Log to each."""
-        self._each("log", metrics, step)
+    def _each(self, method: str, *arguments: Any) -> None:
+        for opened in [each for each in self.opened if hasattr(each, method)]:
+            try:
+                getattr(opened, method)(*arguments)
+            except Exception as error:
+                self.opened.remove(opened)
+                self._tell(type(opened), error)
 
-    def alert(self, title: str, line: str) -> None:
-        """Give those that alert a warning."""
-        self._each("alert", title, line)
-
-    def publish(self, summary: dict[str, Any]) -> None:
-        """Give those that show it the summary of a finished run."""
-        self._each("publish", summary)
+    log: Any = partialmethod(_each, "log")
+    alert = partialmethod(_each, "alert")
+    publish = partialmethod(_each, "publish")
 
     def close(self, exit_status: int = 0) -> None:
         """End each, with the run's exit status."""
@@ -198,14 +199,6 @@ class Loggers(components.BaseLogger):
                 import wandb
 
                 wandb.teardown()
-
-    def _each(self, method: str, *arguments: Any) -> None:
-        for opened in [each for each in self.opened if hasattr(each, method)]:
-            try:
-                getattr(opened, method)(*arguments)
-            except Exception as error:
-                self.opened.remove(opened)
-                self._tell(type(opened), error)
 
     def _tell(self, kind: type[RunTensorBoard | RunWandb], error: Exception) -> None:
         what = escaped(f"{type(error).__name__}: {error}")
@@ -313,10 +306,9 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             metrics[history.TRAIN_COMMON] = int(self.outer.began_together)
         self._write(metrics, step)
         console.info(self._line(step, metrics))
-        if self.watch is not None and self.history is not None:
-            for title, line in self.watch.look(metrics):
-                logger.warning("step %d: %s", step, line)
-                self.logger.alert(title, f"step {step}: {line}")
+        for title, line in self.watch.look(metrics) if self.watch and self.history else ():
+            logger.warning("step %d: %s", step, line)
+            self.logger.alert(title, f"step {step}: {line}")
         self._last_logged_step = step
         # The next window starts.
         self.ntokens_since_last_log, self.seconds = 0, 0.0

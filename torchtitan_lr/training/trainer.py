@@ -131,7 +131,7 @@ class Trainer(TitanTrainer):
         if self.device.type == "cuda" and config.training.step_graph != "off":
             how = f"eager: {eager}" if eager else "captured after the first steps"
             logger.info("Passes of a step: %s", how)
-        self.watch = Watch(self.model_parts, self.device, dims.cp * dims.tp)
+        self.watch = Watch(self.model_parts, self.device.type == "cuda", dims.cp * dims.tp)
         self.metrics_processor.watch = self.watch
         self.graph = None if eager else StepGraph(self.model_parts, CudaCapture())
         section = config.optimizer
@@ -184,7 +184,7 @@ class Trainer(TitanTrainer):
             # 2. Forward and backward of each micro-batch. A replay calls no collective that the
             # ledger could count.
             eager = ledger is not None and self.parallel_dims.world_size > 1
-            self.watch.measures = logs and (eager or self.graph is None)
+            self.watch.measures = logs and self.watch.compares and (eager or self.graph is None)
             self.loss = self.backward(data, eager)
             # 3. Wait for the sums of gradients. The ranks' shares add up to the squared norm.
             share = self.gradients.finish_sums()

@@ -6,7 +6,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from statistics import fmean, median, median_low
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -20,28 +20,26 @@ _WINDOW = 20  # logged steps with which a step is compared; before them nothing 
 _JUMP = 1.05  # times the largest loss of the window
 _FALL = 0.8  # of the window's median tokens per second
 _LAG = 20.0  # percent of the slowest rank's time above the median rank's
-_LASTING = 4  # logged steps in a row with low speed, or with the same slowest rank
+_LASTING = 8  # logged steps in a row with low speed, or with the same slowest rank
 
 
 class Watch:
     """Looks at logged steps, and tells once of what has begun to be wrong.
 
-    Ranks are compared by the time that a block takes in forward, where data-parallel ranks wait
-    for nobody. Those that share sums within a block are one, named by its first. Of a pass that is
-    captured as a graph nothing is known.
+    Ranks are compared by the time of a block's forward, where data-parallel ranks wait for nobody.
+    Those that share sums within a block are one, named by its first.
     """
 
-    measures = False  # whether the step at hand is measured
-
-    def __init__(self, parts: Sequence[nn.Module], device: torch.device, sharing: int) -> None:
-        self._sharing, self._on_gpu = sharing, device.type == "cuda"
-        self._compares = dist.get_backend() != "fake" and dist.get_world_size() > sharing
+    def __init__(self, parts: Sequence[nn.Module], on_gpu: bool, sharing: int) -> None:
+        self._sharing, self._on_gpu = sharing, on_gpu
+        self.compares = dist.get_backend() != "fake" and dist.get_world_size() > sharing
+        self.measures = False  # the step at hand; of a replayed graph there is nothing to measure
         self._marks: list[Any] = []  # beginnings and ends in turn
         self._losses, self._speeds = deque[float](maxlen=_WINDOW), deque[float](maxlen=_WINDOW)
         self._slowest = ""  # rank and machine
         self._wrong: Counter[str] = Counter()  # logged steps in a row, by title
         blocks = [block for part in parts for block in part.get_submodule("layers").children()]
-        for block in blocks if self._compares else ():
+        for block in blocks if self.compares else ():
             block.register_forward_pre_hook(self._mark)
             block.register_forward_hook(self._mark)
 
@@ -55,12 +53,12 @@ class Watch:
 
     def metrics(self) -> dict[str, float]:
         """Return which rank was the slowest, and by how much; call it on every rank."""
-        if not (self.measures and self._compares):
+        if not self.measures:
             return {}
         pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
         each = [a.elapsed_time(b) if self._on_gpu else b - a for a, b in pairs]
         self._marks.clear()
-        own = fmean(each) if each else 0.0  # a pipeline's stage may have no block
+        own = median(each) if each else 0.0  # a stage of a pipeline may have no block
         found = from_all_ranks((own, socket.gethostname()))
         # Within a block one may wait for a neighbour that waits for another group.
         times = [min(found[i : i + self._sharing])[0] for i in range(0, len(found), self._sharing)]

@@ -28,7 +28,6 @@ REFUSALS = [
     ("checkpoint.initial_load_path=/no", "'/no'", "the folder of one complete checkpoint"),
     ("checkpoint.exclude_from_loading=optimiser", "'optimiser'", "optimizer, lr_scheduler"),
     ("checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem'", "on a CPU"),
-    ("profiling.profile_freq=3 profiling.enable_profiling", "3", "at least 4, profiling.prof"),
     ("profiling.enable_memory_snapshot", "True", "false on a CPU"),
     ("parallelism.tensor_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
     ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),

@@ -115,6 +115,9 @@ def test_fsdp_the_gradients_that_a_unit_sums(unit):
     assert all(a is b for a, b in zip(parameters, unit.parameters(), strict=True))
     # 15 and 5 entries, of 2 + 4.
     torch.testing.assert_close(found, torch.tensor([540.0, 180.0]).sqrt())
+    fsdp.watch_gradients(unit, None)
+    unit(torch.ones(4, 3)).sum().backward()
+    assert len(norms) == 1
 
 
 def test_fsdp_sends_in_another_dtype_than_it_adds_in(unit):

@@ -209,7 +209,8 @@ class SpectralOptimizer(OwnOptimizer):
                     continue
                 stack = torch.stack(W).mT if flipped else torch.stack(W)
                 found |= zip(same, (stack @ torch.stack(x)[..., None])[..., 0], strict=True)
-        return found
+        # In one order on all ranks: messages are joined in it, and shapes are alike on some alone.
+        return {m: found[m] for m in self.matrices}
 
     def _directions(self, linears: Iterable[Linear], sums: Vectors) -> Iterator[Vectors]:
         """Yield Q's upper triangle, and the next u of a rule that needs it, of matrices."""

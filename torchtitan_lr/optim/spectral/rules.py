@@ -25,7 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_lr.numerics import add_product, product, sides
+from torchtitan_lr.numerics import plus_product, product, sides
 from torchtitan_lr.optim.entries import ENTRIES
 
 Coefficients = Sequence[tuple[float, float, float]]
@@ -211,7 +211,7 @@ def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float =
     Q = trace.rsqrt() * identity
     for step, (a, b, c) in enumerate(coefficients):
         left_G, right_G = sides(G, symmetric=True)
-        P = a * identity + add_product(G.clone(), left_G, right_G, beta=b, alpha=c)
+        P = a * identity + plus_product(G, left_G, right_G, beta=b, alpha=c)
         left_P, right_P = sides(P, symmetric=True)
         Q = P * trace.rsqrt() if step == 0 else product(left_P, sides(Q, symmetric=True)[1])
         if step < len(coefficients) - 1:

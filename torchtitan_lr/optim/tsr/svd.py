@@ -78,8 +78,9 @@ def randomized_svd(
     have none, keep the sketch's sign. Columns of a vanishing singular value are set to zero: the
     gradient does not determine them, and rounding noise would differ between layouts.
 
-    Where bases that have a predecessor are not orthonormal, they and σ are NaN. So is then the
-    gradient's norm: the step is rejected, and its error names the matrix.
+    A side that has a predecessor is tested: if the products of its vectors with their sum are off
+    by more than eps^¼, the side and σ are NaN. So is then the gradient's norm: the step is
+    rejected, and its error names the matrix.
 
     ``sketches`` are Ω (b, n, k), the rows of the common random draw for this rank's columns.
     ``earlier`` are the previous bases U (b, m, r) and V (b, n, r), None for a side that is not to
