@@ -99,7 +99,8 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         plans = [of_rank(plan, rank) for rank in range(ranks)]
         merge = timed("save: plan of all, rank 0", create_default_global_save_plan)
         _, contents = merge(plans)
-        table = pickle.dumps(contents)
+        where = {item.index: ("__0_0.distcp", 0, 0) for each in plans for item in each.items}
+        table = pickle.dumps(replace(contents, storage_data=where))
         (Path(folder) / METADATA).write_bytes(table)
         timed("resume: table of contents", read_metadata)(folder)
         loader = DefaultLoadPlanner()
