@@ -34,6 +34,7 @@ SMALL = [
 def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
     """Return the CPU seconds of rank 0's parts up to and with its first step."""
     os.environ |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+    from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.default_planner import (
         DefaultLoadPlanner,
         DefaultSavePlanner,
@@ -99,7 +100,8 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         plans = [of_rank(plan, rank) for rank in range(ranks)]
         merge = timed("save: plan of all, rank 0", create_default_global_save_plan)
         _, contents = merge(plans)
-        where = {item.index: ("__0_0.distcp", 0, 0) for each in plans for item in each.items}
+        place = vars(filesystem)["_StorageInfo"]("__0_0.distcp", 0, 0)
+        where = {item.index: place for each in plans for item in each.items}
         table = pickle.dumps(replace(contents, storage_data=where))
         (Path(folder) / METADATA).write_bytes(table)
         timed("resume: table of contents", read_metadata)(folder)
