@@ -39,8 +39,8 @@ class Hardware:
     # Peak of a device's fp32 products without TF32, TFLOP/s; by default ``peak_tflops``
     fp32_tflops: float = 0.0
     tf32_tflops: float = 0.0  # peak of those in TF32; by default half of ``peak_tflops``
-    # Microseconds of the host for a micro-batch that is no graph: per kernel, per unit of FSDP2 (a
-    # block, the embedding, the head), and where FSDP2 holds the parameters, per parameter
+    # Microseconds of the host for a micro-batch that is no graph: per kernel, per block, embedding
+    # and head, and per parameter that FSDP2 holds
     host_kernel_us: float = 0.0
     host_unit_us: float = 0.0
     host_parameter_us: float = 0.0

@@ -147,7 +147,7 @@ def step_time(
         calls = sum(row.calls for row in rows if row.pass_ != "optimizer")
         host = host_seconds(run, pp_rank, work.launches + calls, hardware)
         times.append(replace(time, host=max(0.0, host - busy)))
-        slower, count = 1 + times[-1].host / busy, len(mine) * run.rounds
+        slower, count = 1 + times[-1].host / sum(device), len(mine) * run.rounds
         for stage in mine:
             forward, backward = (
                 slower * (product_seconds(each, hardware) + kernel_seconds(each, hardware))
@@ -222,5 +222,7 @@ def _staging(run: Run, pp_rank: int) -> Work:
     gathers = 2 if run.reshards else 1
     moved = gathers * own * (sizes.parameter + sizes.compute)
     moved += numbers * (gathers * 2 * sizes.compute + sizes.compute + sizes.reduce)
+    # A kernel per parameter and copy: torch joins some of a unit, and the fit of ``kernel_us`` had
+    # all of them.
     kernels = 2 * gathers * sum(map(len, units.values())) + len(units)
     return Work(traffic=run.accumulation * moved, kernels=run.accumulation * kernels)

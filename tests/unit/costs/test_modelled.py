@@ -29,8 +29,6 @@ def test_rows_of_a_part(part):
     for row in rows:
         far = abs(row.ratio - 1) > modelled.BOUND
         assert far == ((row.part, row.name) in modelled.REASONS), (row, row.ratio)
-    # A control: no row is near the time of a machine twice as slow.
-    assert all(abs(row.ratio / 2 - 1) > modelled.BOUND for row in rows)
 
 
 def test_every_part_is_modelled_or_has_a_reason():
