@@ -268,11 +268,11 @@ def _tokens(config: Any, share: float) -> tuple[int, int | None]:
     The first are a share of ``training.hf_tokens``, else of those of all steps and of one step
     more. Without a ``training.global_batch_size`` the batch is that of one data-parallel rank.
     """
-    training, sets = config.training, validation_sets(config).values()
+    training, section = config.training, config.validation
     batch = max(training.global_batch_size, 0) or training.local_batch_size
     steps = (training.steps + 1) * batch * (training.seq_len + 1)
-    whole = any(each.dataset == "training" and each.steps < 0 for each in sets)
-    held_out = None if config.validation.enable and whole else HELD_OUT_TOKENS
+    # Not of `sets`: one more would be another corpus, with which a checkpoint does not go on.
+    held_out = None if section.enable and section.steps < 0 else HELD_OUT_TOKENS
     return math.ceil(share * (training.hf_tokens or steps)), held_out
 
 
