@@ -13,6 +13,7 @@ import atexit
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
@@ -254,6 +255,9 @@ def _checked(key: str, tables: Sequence[Any], keys: Collection[str]) -> list[dic
             elif name == "steps":
                 holds = type(value) is int and (value == -1 or value > 0)
                 want = "a positive integer, or -1 for all"
+            elif name == "name" and keys is SET_KEYS:  # in keys of metrics and in lines
+                holds = holds and re.fullmatch(r"[\w.-]+", value) is not None
+                want = "letters, digits, '.', '_' and '-'"
             want = want if name in keys else "one of the keys " + ", ".join(keys)
             require(holds and name in keys, f"{key}[{index}].{name}", value, want)
     names = [entry.get("name") or entry["dataset"] for entry in entries]
