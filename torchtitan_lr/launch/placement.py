@@ -33,8 +33,7 @@ _LOCAL, _BATCH = "training.local_batch_size", "training.global_batch_size"
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
 
-GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"
-"""GPUs that a machine must have: a cluster tells the launcher, and the launcher its ranks."""
+GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"  # a machine's: clusters tell the launcher, it tells the ranks
 
 fewer = "at most {}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)".format
 _ANSWER_SECONDS = 60  # of a driver that counts its GPUs
@@ -161,13 +160,10 @@ def gpu_count() -> int:
 
 
 def lost_devices(ranks: int) -> str:
-    """Return why ranks with GPUs cannot start here again; a new process asks the driver.
-
-    Empty also if that process fails by itself: what ended the ranks may have ended it, too.
-    """
+    """Return why ranks with GPUs cannot start here again; a new process asks the driver."""
     command = [sys.executable, "-c", f"from {__name__} import gpu_count; print(gpu_count())"]
     count = ranks
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # trouble of that process is no lost GPU
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             answer, _ = process.communicate(timeout=_ANSWER_SECONDS)
