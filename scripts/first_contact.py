@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lr.checkpoints.run_record import commit
 from torchtitan_lr.console.terminal import text_table
 
 TRAIN = [sys.executable, "-m", "torchtitan_lr", "train"]
@@ -41,6 +42,9 @@ class Contact:
         """Run a command of the package on some ranks; return its output, which a log has too."""
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.small else {}
         environment = os.environ | {"NGPU": str(ranks), "OMP_NUM_THREADS": "1"} | hidden
+        left = None if math.isinf(self.deadline) else self.deadline - time.monotonic()
+        if left is not None and left <= 0:  # the rows of a part go on after one that took it all
+            raise TimeoutError("its part's time is over")
         with (self.out / "commands.log").open("a+") as log:
             print(f"$ NGPU={ranks} {' '.join(command)}", file=log, flush=True)
             begins = log.tell()
@@ -48,7 +52,6 @@ class Contact:
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
             try:
-                left = None if math.isinf(self.deadline) else self.deadline - time.monotonic()
                 status = process.wait(timeout=left)
             except subprocess.TimeoutExpired:
                 raise TimeoutError("its part's time is over") from None
@@ -222,19 +225,19 @@ def large(contact: Contact) -> list[str]:
 def resumed(contact: Contact) -> str:
     """Train to two thirds of the steps, and go on with tensor parallelism over two ranks."""
     steps = 9 if contact.small else 30
-    half = steps * 2 // 3
+    first = steps * 2 // 3
     fixed = [*large(contact), "--checkpoint.interval=1000", f"--lr_scheduler.total_steps={steps}"]
-    for tp, last in ((1, half), (2, steps)):
+    for tp, last in ((1, first), (2, steps)):
         more = [f"{P}tensor_parallel_degree={tp}", f"--training.steps={last}"]
         rows = contact.trained(model(contact), "resume", contact.ranks, *fixed, *more)
     losses = [row["loss_metrics/global_avg_loss"] for row in rows]
     if len(rows) != steps:
         raise RuntimeError(f"{len(rows)} steps are logged, not {steps}: it did not resume")
-    if not 2 * losses[half] < losses[0] + losses[half - 1]:
-        contact.failed.append(f"step {half + 1} has not the loss of a run that goes on")
+    if not 2 * losses[first] < losses[0] + losses[first - 1]:
+        contact.failed.append(f"step {first + 1} has not the loss of a run that goes on")
     speeds = [row["throughput/tokens_per_s"] for row in rows]
     table = []
-    for tp, last in ((1, half), (2, steps)):
+    for tp, last in ((1, first), (2, steps)):
         cells = [f"{losses[last - 1]:.4f} at step {last}", f"{speeds[last - 1]:,.0f} tokens/s"]
         table.append([name_of(contact, tp), *cells])
     head = [f"{model(contact)}: {losses[0]:.4f} at step 1", "loss", "speed"]
@@ -257,12 +260,7 @@ def machine(contact: Contact) -> str:
     device = platform.processor() or platform.machine()
     if not contact.small:
         device = torch.cuda.get_device_name()
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return (
-        f"{contact.ranks} x {device}; torch {torch.__version__}; commit {revision.stdout.strip()}"
-    )
+    return f"{contact.ranks} x {device}; torch {torch.__version__}; commit {commit()}"
 
 
 def main() -> int:
@@ -274,7 +272,7 @@ def main() -> int:
     # The largest power of two: the ranks share 16 rows.
     ranks = 4 if args.small else min(8, 1 << torch.cuda.device_count().bit_length() >> 1)
     if ranks < 2:
-        parser.error("this machine has less than two GPUs; --small rehearses on CPUs")
+        parser.error("this machine has fewer than two GPUs; --small rehearses on CPUs")
     if args.out.exists():
         parser.error(f"{args.out} is there; --out names another folder")
     args.out.mkdir(parents=True)

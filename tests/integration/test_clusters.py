@@ -19,8 +19,8 @@ SBATCH = ROOT / "scripts/slurm/train.sbatch"
 # What the script calls: each command writes down its arguments, and what the ranks would see.
 COMMANDS = {
     "srun": """
-printf '%s ' srun "$@" "NNODES=$NNODES" "NGPU=$NGPU" "$RDZV_ENDPOINT" "$RDZV_ID" >>$CALLS
-echo >>$CALLS
+printf '%s ' srun "$@" "NNODES=$NNODES" "NGPU=$NGPU" "GPUS=$TORCHTITAN_LR_GPUS" >>$CALLS
+echo "$RDZV_ENDPOINT $RDZV_ID " >>$CALLS
 $ENDING
 """,
     "scontrol": """
@@ -71,6 +71,8 @@ def submit(tmp_path):
             timeout=60,
             cwd=tmp_path,
         )
+        log = tmp_path / "log"
+        log.write_text(done.stdout)
         return done.returncode, calls.read_text().splitlines()
 
     return run
@@ -97,21 +99,26 @@ def test_slurm_finds_the_options_of_its_script():
         (LOSES, {}, 4, True),
         (LOSES, {"NGPU": "8", "EXCLUDED": "n7,n9", "NNODES": "1:2"}, 4, True),
         (LOSES, {"NGPU": "16"}, 4, False),  # more than each node has
+        ("exit 0", {"NGPU": "4", "SLURM_GPUS_ON_NODE": ""}, 0, False),  # on CPUs
     ],
 )
-def test_a_slurm_job_returns_when_it_should(submit, ending, variables, status, requeued):
+def test_a_slurm_job_returns_when_it_should(submit, tmp_path, ending, variables, status, requeued):
     found, calls = submit(ending, **variables)
     assert found == status, calls
     assert ("requeue 70042" in calls) == requeued
     restart, nodes = variables.get("SLURM_RESTART_COUNT", "0"), variables.get("NNODES", "2")
     ranks = variables.get("NGPU", "8")
-    assert calls[0].endswith(f"NNODES={nodes} NGPU={ranks} n1:20042 70042-{restart} ")
+    gpus = variables.get("SLURM_GPUS_ON_NODE", "8")
+    ends = f"NNODES={nodes} NGPU={ranks} GPUS={gpus} n1:20042 70042-{restart} "
+    assert calls[0].endswith(ends)
     assert f" --kill-on-bad-exit={int(nodes == '2')} " in calls[0]
     assert "./run_llama_train.sh --training.steps=5" in calls[0]
     assert ("scancel --signal=USR1 70042.0" in calls) == (ending == SAVES)
     without = "n7,n9,n2" if "EXCLUDED" in variables else "n2"
     told = f"update JobId=70042 ExcNodeList={without}"
     assert (calls[-1] == told) == (ending == LOSES and requeued)
+    undo = f"\nstarts without {without}; to return them: scontrol update JobId=70042 ExcNodeList=\n"
+    assert (undo in (tmp_path / "log").read_text()) == (calls[-1] == told)
 
 
 def test_slurm_runs_the_ranks_in_a_container(submit, tmp_path):
@@ -181,7 +188,11 @@ def test_the_numbers_of_the_kubernetes_job_agree():
     (container,) = pod["containers"]
     given = {each["name"]: each.get("value") for each in container["env"]}
     assert spec["parallelism"] == spec["completions"] == int(given["NNODES"])
-    assert given["NGPU"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    granted = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert given["NGPU"] == given["TORCHTITAN_LR_GPUS"] == granted
+    # Each action but the last one counts: to Ignore a status would create its pod for ever.
+    *counted, ignored = spec["podFailurePolicy"]["rules"]
+    assert {each["action"] for each in counted} == {"FailJob"} and "onExitCodes" not in ignored
     name = job["metadata"]["name"]
     assert given["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
     ends, lost = spec["podFailurePolicy"]["rules"][:2]

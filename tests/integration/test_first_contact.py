@@ -11,7 +11,7 @@ import pytest
 
 from scripts import first_contact
 from scripts.first_contact import Contact, hidden_share
-from tests.integration.runs import ROOT, environment
+from tests.integration.runs import ROOT, environment, wait_until_gone
 from torchtitan_lr.costs.hardware import load_hardware
 
 KERNELS = [  # name, begin and duration in microseconds
@@ -48,6 +48,7 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, c
     monkeypatch.setattr(first_contact, "PARTS", parts)
     out = tmp_path / "out"
     monkeypatch.setattr(sys, "argv", ["first_contact", "--small", "--out", str(out)])
+    monkeypatch.setenv("PATH", str(tmp_path))  # an image has no git
     assert first_contact.main() == 1
     page = (out / "report.md").read_text()
     assert "FAILED: RuntimeError: status 3: its last words" in page
@@ -58,13 +59,28 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, c
     assert "names another folder" in capsys.readouterr().err
 
 
+LAUNCHES = """
+import signal, subprocess, sys
+rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: rank.kill())
+open(sys.argv[1], "w").write(str(rank.pid))
+rank.wait()
+"""
+
+
 def test_a_command_ends_with_its_parts_time(tmp_path):
-    contact = Contact(1, True, tmp_path, deadline=time.monotonic() + 1)
+    """With a rank, of a session of its own, which its launcher ends when it is asked to."""
     began = time.monotonic()
+    contact = Contact(1, True, tmp_path, deadline=began + 5)
     with pytest.raises(TimeoutError, match="its part's time is over"):
-        contact.run([sys.executable, "-c", "import time; time.sleep(600)"], 1)
+        contact.run([sys.executable, "-c", LAUNCHES, str(tmp_path / "rank")], 1)
     assert time.monotonic() - began < 60
-    assert (tmp_path / "commands.log").read_text().startswith("$ NGPU=1 ")
+    wait_until_gone([int((tmp_path / "rank").read_text())])
+    # The next row starts nothing.
+    with pytest.raises(TimeoutError, match="its part's time is over"):
+        contact.run([sys.executable, "-c", "print('late')"], 1)
+    said = (tmp_path / "commands.log").read_text()
+    assert said.startswith("$ NGPU=1 ") and "late" not in said
 
 
 @pytest.mark.nightly

@@ -13,6 +13,7 @@ import atexit
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
@@ -254,6 +255,9 @@ def _checked(key: str, tables: Sequence[Any], keys: Collection[str]) -> list[dic
             elif name == "steps":
                 holds = type(value) is int and (value == -1 or value > 0)
                 want = "a positive integer, or -1 for all"
+            elif name == "name" and keys is SET_KEYS:  # in keys of metrics and in lines
+                holds = holds and re.fullmatch(r"[\w.-]+", value) is not None
+                want = "letters, digits, '.', '_' and '-'"
             want = want if name in keys else "one of the keys " + ", ".join(keys)
             require(holds and name in keys, f"{key}[{index}].{name}", value, want)
     names = [entry.get("name") or entry["dataset"] for entry in entries]
@@ -268,11 +272,11 @@ def _tokens(config: Any, share: float) -> tuple[int, int | None]:
     The first are a share of ``training.hf_tokens``, else of those of all steps and of one step
     more. Without a ``training.global_batch_size`` the batch is that of one data-parallel rank.
     """
-    training, sets = config.training, validation_sets(config).values()
+    training, section = config.training, config.validation
     batch = max(training.global_batch_size, 0) or training.local_batch_size
     steps = (training.steps + 1) * batch * (training.seq_len + 1)
-    whole = any(each.dataset == "training" and each.steps < 0 for each in sets)
-    held_out = None if config.validation.enable and whole else HELD_OUT_TOKENS
+    # Not of `sets`: one more would be another corpus, with which a checkpoint does not go on.
+    held_out = None if section.enable and section.steps < 0 else HELD_OUT_TOKENS
     return math.ceil(share * (training.hf_tokens or steps)), held_out
 
 

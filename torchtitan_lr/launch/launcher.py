@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import is_finite, newest_step, step_folder
@@ -104,11 +104,13 @@ def run(
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals = Signals(stopped)
-    Thread(target=_once_started, args=(signals, tell), daemon=True).start()
+    ended = Event()
+    Thread(target=_once_started, args=(signals, ended, tell), daemon=True).start()
     # A module without `begin_rank` outlives a launcher that is killed.
     command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *arguments]
     shown = environment.shown()
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
+    ended.set()
     if signals.killed:
         return stopped(signals.why)
     if failure is not None:
@@ -129,10 +131,11 @@ def run(
     return EXIT_STATUS[FINISHED]
 
 
-def _once_started(signals: Signals, tell: Callable[[], object]) -> None:
+def _once_started(signals: Signals, ended: Event, tell: Callable[[], object]) -> None:
     """Call a function once the ranks have started, on the machine of rank 0."""
     while signals.agent is None or signals.agent.meeting:
-        time.sleep(0.1)
+        if ended.wait(0.1):  # without a start
+            return
     if signals.agent.first_rank == 0:
         try:
             tell()

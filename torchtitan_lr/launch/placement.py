@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ _LOCAL, _BATCH = "training.local_batch_size", "training.global_batch_size"
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
 
-GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"  # tells ranks how many they need on their machine
+GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"  # a machine's: clusters tell the launcher, it tells the ranks
 
 fewer = "at most {}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)".format
 _ANSWER_SECONDS = 60  # of a driver that counts its GPUs
@@ -145,27 +146,31 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    if environment.ranks > count > 0 and not environment.comm_mode:  # which needs one
+    has_gpus = count or os.environ.get(GPUS_VARIABLE)  # one that lost them all is no CPU machine
+    if has_gpus and environment.ranks > count and not environment.comm_mode:  # which needs one
         raise LostDeviceError("NGPU", environment.ranks, fewer(count))
     return "cuda" if count else "cpu"
 
 
 def gpu_count() -> int:
-    """Return the number of this machine's GPUs of CUDA or ROCm."""
-    import torch
+    """Return the number of this machine's GPUs of CUDA or ROCm that work."""
+    from torchtitan_lr.compat.devices import working_gpus  # late: it imports torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return working_gpus()
 
 
 def lost_devices(ranks: int) -> str:
     """Return why ranks with GPUs cannot start here again; a new process asks the driver."""
     command = [sys.executable, "-c", f"from {__name__} import gpu_count; print(gpu_count())"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        count = int(process.communicate(timeout=_ANSWER_SECONDS)[0])
-    except (subprocess.TimeoutExpired, ValueError):  # a driver that hangs; a crash
-        process.kill()  # nobody waits for it: it may be deaf within the driver
-        count = 0
+    count = ranks
+    with suppress(OSError, ValueError):  # trouble of that process is no lost GPU
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            answer, _ = process.communicate(timeout=_ANSWER_SECONDS)
+            count = ranks if process.returncode else int(answer)
+        except subprocess.TimeoutExpired:  # a driver that hangs
+            process.kill()  # nobody waits for it: it may be deaf within the driver
+            count = 0
     return str(LostDeviceError("NGPU", ranks, fewer(count))) if ranks > count else ""
 
 

@@ -2,7 +2,7 @@
 """torchtitan's trainer and its parts: checkpoints, loader, metrics, optimizers, schedules."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -88,10 +88,9 @@ def profilers(job_config: Any, step: int) -> Iterator[list[Any]]:
     def known(activities: list[Any], profile: Any = torch.profiler.profile, **rest: Any) -> Any:
         return profile(activities=[each for each in activities if each is not None], **rest)
 
-    # Upstream has None for a GPU's activity on a CPU, which torch 2.13 refuses.
-    with (
-        patch.object(torch.profiler, "profile", known),
-        maybe_enable_profiling(job_config.profiling, **where) as times,
-        maybe_enable_memory_snapshot(job_config.profiling, **where) as memory,
-    ):
+    with ExitStack() as until:
+        # Upstream has None for a GPU's activity on a CPU, which torch 2.13 refuses.
+        with patch.object(torch.profiler, "profile", known):
+            times = until.enter_context(maybe_enable_profiling(job_config.profiling, **where))
+        memory = until.enter_context(maybe_enable_memory_snapshot(job_config.profiling, **where))
         yield [profiler for profiler in (times, memory) if profiler is not None]

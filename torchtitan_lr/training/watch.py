@@ -73,11 +73,14 @@ class Watch:
         loss, speed = history.train_loss(metrics) or math.nan, metrics[history.TOKENS_PER_S]
         behind, is_full = metrics.get(history.SLOWEST_BEHIND, 0.0), len(self._speeds) == _WINDOW
         usual = median(self._speeds) if is_full else 0.0
-        limit = _JUMP * max(self._losses, default=math.inf) if is_full else math.inf
+        losses = self._losses if is_full else ()
+        most = max(losses, default=math.inf)
+        # Losses near 0 are noisy: one that jumps is above the largest by their spread, too.
+        limit = max(_JUMP * most, 2 * most - median(losses)) if losses else math.inf
         mfu = f", MFU {metrics[history.MFU]:.2f}%" if history.MFU in metrics else ""
         slow = f"{speed:,.0f} tokens/s{mfu}, before {usual:,.0f} tokens/s"
         for title, is_wrong, lasting, line in (
-            ("Loss spike", loss > limit, 1, f"loss {loss:.3f}, before at most {limit / _JUMP:.3f}"),
+            ("Loss spike", loss > limit, 1, f"loss {loss:.3f}, before at most {most:.3f}"),
             ("Slow steps", speed < _FALL * usual, _LASTING, slow),
             ("Slow rank", behind > _LAG, _LASTING, f"{self._slowest} takes {behind:.0f}% longer"),
         ):

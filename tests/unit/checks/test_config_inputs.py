@@ -84,6 +84,7 @@ SETS = [
     ('dataset = "cpython"\nsteps = 0', r"\[0\]\.steps: got 0, expected a positive integer"),
     ('dataset = "cpython"\nseq_len = 8', r"\[0\]\.seq_len: got 8, expected one of the keys "),
     ('name = "a"', r"\[0\]\.dataset: got '', expected a string"),
+    ('dataset = "cpython"\nname = "a/b\\nstep 9"', r"\[0\]\.name: got 'a/b.*, expected letters, "),
     ('dataset = "cpython"\nname = "b"', r": got \['b', 'b'\], expected entries with different"),
 ]
 HAS_FEW = 'dataset = "local"\ndataset_path = "few.txt"\nname = "c"'

@@ -113,25 +113,30 @@ SPLIT = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}  # 
 TRAIN, TEST = 10 * 8 * 100, 1 << 24  # of the steps and one more; of validation, whatever it reads
 
 C4 = [f"allenai/c4 en train train {TRAIN}", f"allenai/c4 en validation held_out {TEST}"]
+ALL = [C4[0], "allenai/c4 en validation held_out None"]
 OWN_SPLITS = [f"a/b en web train {TRAIN}", f"a/b en test held_out {TEST}"]
 
 
 @pytest.mark.parametrize(
-    ("training", "expected"),
+    ("training", "validation", "expected"),
     [
-        ({"dataset": "c4"}, C4),
-        (HF, [f"a/b@1.0 None train both {TRAIN}"]),
-        (HF | {"hf_streaming": False}, ["a/b@1.0 None train both None"]),
-        (HF | {"hf_tokens": 7000}, ["a/b@1.0 None train both 7000"]),
-        ({"mixture": [SPLIT], "hf_held_out": "test"}, OWN_SPLITS),
+        ({"dataset": "c4"}, {}, C4),
+        # A set changes no corpus, and [validation] decides whatever it reads itself.
+        ({"dataset": "c4"}, {"sets": [{"dataset": "training", "steps": -1}]}, C4),
+        ({"dataset": "c4"}, {"steps": -1, "dataset": "cpython"}, ALL),
+        (HF, {}, [f"a/b@1.0 None train both {TRAIN}"]),
+        (HF | {"hf_streaming": False}, {}, ["a/b@1.0 None train both None"]),
+        (HF | {"hf_tokens": 7000}, {}, ["a/b@1.0 None train both 7000"]),
+        ({"mixture": [SPLIT], "hf_held_out": "test"}, {}, OWN_SPLITS),
     ],
 )
-def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, training, expected):
+def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, training, validation, expected):
     options = "--training.steps=9 --training.global_batch_size=8 --training.seq_len=99"
     options += " --validation.enable --validation.steps=2 --validation.local_batch_size=4"
     options += " --validation.seq_len=49 --parallelism.tensor_parallel_degree=2"
     job = config(options, path=None)
     vars(job.training).update(training)
+    vars(job.validation).update(validation)
     (part,) = wanted(job)
     assert [
         f"{source.paths[0]} {source.config} {source.split} {source.part} {source.tokens}"

@@ -3,6 +3,7 @@
 
 import os
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -114,11 +115,14 @@ def test_a_failure_is_one_line(failure, said):
 
 
 def test_what_is_told_beside_a_start(capsys):
-    """Once, by the machine of rank 0; an error there ends nothing."""
-    told = []
+    """Once, by the machine of rank 0, if ranks start; an error there ends nothing."""
+    told, ended = [], Event()
     for first in (8, 0):
         signals = SimpleNamespace(agent=SimpleNamespace(meeting=False, first_rank=first))
-        launch._once_started(signals, lambda: told.append("modelled"))
+        launch._once_started(signals, ended, lambda: told.append("modelled"))
     assert told == ["modelled"]
-    launch._once_started(signals, lambda: 1 // 0)
+    launch._once_started(signals, ended, lambda: 1 // 0)
     assert capsys.readouterr().err.startswith("warning: no modelled time: ZeroDivisionError: ")
+    ended.set()
+    launch._once_started(SimpleNamespace(agent=None), ended, lambda: told.append("never"))
+    assert told == ["modelled"]

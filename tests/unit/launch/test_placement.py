@@ -28,11 +28,13 @@ def gpus(monkeypatch, tmp_path):
 
     for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(placement.GPUS_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)  # where no earlier run lies
 
     def found(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: count, raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # NVML's, with the lost ones
         return monkeypatch
 
     return found
@@ -58,6 +60,12 @@ def test_fewer_gpus_than_ranks(gpus):
     assert placement.find_device(placement.Environment(1, 1, "0", "")) == "cuda"
     # A dry run takes one GPU whatever NGPU says.
     assert placement.find_device(placement.Environment(64, 1, "0", "fake_backend")) == "cuda"
+    patch = gpus(0)
+    assert placement.find_device(placement.Environment(4, 1, "0", "")) == "cpu"
+    patch.setenv(placement.GPUS_VARIABLE, "8")  # a cluster granted some, and none answers
+    with pytest.raises(LostDeviceError, match="NGPU: got 4, expected at most 0, the GPUs here"):
+        placement.find_device(placement.Environment(4, 1, "0", ""))
+    assert placement.find_device(placement.Environment(4, 1, "0", "fake_backend")) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -168,14 +176,17 @@ def test_gpus_are_counted_in_a_process_that_has_not_seen_the_lost_ones(monkeypat
     there = placement.gpu_count()
     assert placement.lost_devices(there) == ""
     assert f"expected at most {there}, the GPUs here" in placement.lost_devices(there + 1)
-    monkeypatch.setattr(sys, "executable", "/bin/false")  # a driver that ends its process
-    assert "expected at most 0" in placement.lost_devices(1)
-    monkeypatch.setattr(placement, "_ANSWER_SECONDS", 0.01)  # one that hangs
-    hangs = tmp_path / "hangs"
-    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
-    hangs.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(hangs))
-    assert "expected at most 0" in placement.lost_devices(1)
+    # A process that cannot start, ends by itself, says something else; and a driver that hangs.
+    child = tmp_path / "child"
+    monkeypatch.setattr(sys, "executable", str(child))
+    for body in ("", "exit 1", "kill -KILL $$", "echo hello", "echo 0; exit 1", "echo 0", "hang"):
+        if body:
+            child.write_text(f"#!/bin/sh\n{body}\n".replace("hang", "exec sleep 600"))
+            child.chmod(0o755)
+        if body == "hang":
+            monkeypatch.setattr(placement, "_ANSWER_SECONDS", 0.01)
+        is_lost = body in ("echo 0", "hang")
+        assert ("expected at most 0" in placement.lost_devices(1)) == is_lost, body
 
 
 TWO_TO_FOUR = placement.Environment(1, 4, "0", "", min_nodes=2, max_restarts=1)

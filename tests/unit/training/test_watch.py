@@ -2,6 +2,7 @@
 """What a run warns of, and what it does not; a slow rank is in tests/distributed."""
 
 import math
+import random
 
 import pytest
 import torch.distributed as dist
@@ -44,6 +45,11 @@ def test_a_loss_that_jumps_is_told_once_and_again_after_it_was_right(watch):
     assert found[0][2].startswith("loss 6.000, before at most ")
     # The same early, where a window is not full, and smaller ones.
     assert told(Watch([], False, 1), losses=[11.0, 14.0, *FALLING]) == []
+    # Nor the noise of small losses.
+    rng = random.Random(0)
+    assert (
+        told(Watch([], False, 1), losses=[0.05 * rng.uniform(0.7, 1.3) for _ in range(2000)]) == []
+    )
 
 
 def test_a_speed_that_falls_and_stays_low_is_told_once(watch):
