@@ -40,25 +40,6 @@ def test_what_is_not_sent_is_sent_later(one_rank):
         assert torch.equal(own.residual[0], debt)
 
 
-def test_a_dropped_exchange_leaves_every_bit(one_rank):
-    own, plain = compressor(one_rank, revocable=True), compressor(one_rank)
-    for seed in (0, 1):
-        sent = [each.exchange_rows(gradient(seed))[0] for each in (own, plain)]
-        assert torch.equal(*sent)
-        own.commit()
-    before = own.residual.clone()
-    assert before.any() and torch.equal(before, plain.residual)
-    for seed in (7, 8):
-        own.exchange_rows(gradient(seed))
-        plain.exchange_rows(gradient(seed))
-    assert torch.equal(own.residual, before)
-    # The control: without the way back, what was sent is gone.
-    assert not torch.equal(plain.residual, before)
-    own.commit(torch.ones(()))
-    own.commit()
-    assert torch.equal(own.residual, before)
-
-
 def test_a_nan_is_sent_and_leaves_the_rest_of_the_residual_as_it_was(one_rank):
     own = compressor(one_rank, "sparse")
     own.exchange_rows(gradient(0))

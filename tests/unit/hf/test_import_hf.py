@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import ROOT, Command
 from tests.support.run_folders import loaded
-from tests.unit.hf.hf_models import error, exact, model_of
-from tests.unit.tiny import tokens
+from tests.unit.hf.hf_models import exact, model_of
+from tests.unit.tiny import max_error, tokens
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.checks.job import check_job_config
@@ -133,8 +133,8 @@ def test_logits_are_those_of_transformers(shape, version, shards, tmp_path, caps
     expected = logits_of(copy.deepcopy(theirs).float(), IDS)
     tied = theirs.config.tie_word_embeddings
     assert ("the embedding is also the head" in capsys.readouterr().err) == tied
-    assert error(ours(IDS), logits_of(exact(theirs, ours), IDS)) < 1e-12
-    assert error(ours.float()(IDS), expected) < 1e-5  # with transformers' own angles
+    assert max_error(ours(IDS), logits_of(exact(theirs, ours), IDS)) < 1e-12
+    assert max_error(ours.float()(IDS), expected) < 1e-5  # with transformers' own angles
 
 
 def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):

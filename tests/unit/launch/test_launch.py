@@ -31,6 +31,7 @@ REFUSED = [
     ({"NNODES": "3:2"}, "", "NNODES: got '3:2', expected a range such as 2:3"),
     ({}, "--training.steps=ten", "training.steps: got 'ten', expected an integer such as 10000"),
     ({}, "debug_cole", "job.config_file: got 'debug_cole', expected a TOML file such as "),
+    ({}, "--parallelism.data_parallel_shard_degree=3", "parallelism.data_parallel_shard_degree: "),
     ({}, "training.steps=3", "command line: got 'training.steps=3', expected --section.key=value"),
 ]
 
