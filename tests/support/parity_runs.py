@@ -96,7 +96,6 @@ DEEP = ["--model.flavor=parity4"]
 
 
 def model(family: str) -> list[str]:
-    """Return the argument that selects a family."""
     return [f"--model.name=llama_{family}"]
 
 

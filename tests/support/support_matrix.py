@@ -21,8 +21,6 @@ Combination = dict[str, str]
 
 
 class SupportMatrix:
-    """The support matrix."""
-
     def __init__(self, path: Path = PATH) -> None:
         content = tomli.loads(path.read_text())
         self.axes: dict[str, dict[str, dict[str, Any]]] = content["axes"]
@@ -143,12 +141,10 @@ def _replicas_apart(combination: Combination) -> str:
 
 
 def pairs(combination: Combination) -> Iterator[Any]:
-    """Yield every pair of values in a combination."""
     return combinations(sorted(combination.items()), 2)
 
 
 def data_degree(combination: Combination) -> int:
-    """Return the number of data-parallel ranks."""
     return {NONE: 1, "fsdp": 2, "hsdp": 4, "replicas": 2}[combination["data"]]
 
 

@@ -16,7 +16,6 @@ from torchtitan_lr.checkpoints.saving import write_record
 
 
 def refusal(capsys, *argv):
-    """The one line on stderr that a refused command prints."""
     status, out, err = export.ask(capsys, *argv)
     assert (status, out) == (2, "")
     assert err.count("\n") == 1, err

@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.costs.kernels import Recorder
 from torchtitan_lr.models import ends as head_loss
-from torchtitan_lr.models.ends import (
-    chunk_tokens,
-    cross_entropy_sum,
-    errors_in_place,
-    linear_loss,
-)
+from torchtitan_lr.models.ends import chunk_tokens, cross_entropy_sum, errors_in_place, linear_loss
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.titan import IGNORE_INDEX
 
