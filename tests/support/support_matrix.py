@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,9 @@ class SupportMatrix:
         replicas = 2 if combination["data"] in ("hsdp", "replicas") else 1
         accumulated = 2 if combination["accumulation"] != NONE else 1
         local = GLOBAL_BATCH // data_degree(combination) // accumulated
-        options = [o for axis, value in combination.items() for o in self._options(axis, value)]
+        chosen = [self.axes[axis][value]["arguments"] for axis, value in combination.items()]
         return [
-            *options,
+            *chain.from_iterable(chosen),
             f"--training.global_batch_size={GLOBAL_BATCH}",
             f"--training.local_batch_size={local}",
             f"--parallelism.data_parallel_replicate_degree={replicas}",
@@ -100,10 +100,6 @@ class SupportMatrix:
             # Accumulation changes which rows a replica has.
             alone |= {"data": replicas, "accumulation": combination["accumulation"]}
         return alone
-
-    def _options(self, axis: str, value: str) -> list[str]:
-        arguments: list[str] = self.axes[axis][value]["arguments"]
-        return arguments
 
     def table(self) -> str:
         """Return the lists of ``docs/choose.md``: every axis with its values, every refusal."""

@@ -51,11 +51,7 @@ REFUSALS = [
     ("outer.every=9 training.steps=8", "9", "at most training.steps (8), or 0"),
     ("outer.fragments=5 outer.every=9", "5", "at most 4: fragments are of"),
     ("outer.bits=3", "3", "32, 16, 8, 4 or 2"),
-    (
-        "outer.every=9 optimizer.name=TSRAdam optimizer.tsr_rank=32",
-        "9",
-        "0 with TSRAdam, which sums",
-    ),
+    ("outer.every=9 optimizer.name=TSRAdam optimizer.tsr_rank=32", "9", "0 with TSRAdam"),
     ("grad_compression.codec=sparse outer.every=9", "'sparse'", "'none' with outer.every > 0"),
     ("training.dtype=bfloat16 outer.every=9", "'bfloat16'", "'float32' with outer.every > 0"),
     (f"{REPLICATE}=1 {RIVAL}", "1", "PowerSGD-4"),

@@ -1,21 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Error feedback on one rank; what needs several is in tests/distributed."""
 
-import pytest
 import torch
-import torch.distributed as dist
 
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.compression.settings import CODECS
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def compressor(group, codec="sketch", **options):

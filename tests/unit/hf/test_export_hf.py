@@ -38,12 +38,6 @@ def exported(code_cache, tmp_path_factory):
     return get
 
 
-def padded(ids, lengths):
-    """Left-padded rows with their mask."""
-    mask = torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(lengths)[:, None]
-    return ids.masked_fill(~mask, 3), mask.long()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_gradients_are_ours(exported, case):
     ours, theirs, folder = exported(case)
@@ -85,9 +79,10 @@ def test_cached_steps_are_the_whole_sequence(exported, case):
 @pytest.mark.parametrize("case", GENERATING)
 def test_batches_generate_what_each_prompt_would(exported, case):
     ours, theirs, _ = exported(case)
-    rows, mask = padded(tokens(ours.model_args, b=3, s=12), [12, 5, 1])
+    mask = torch.arange(12) >= 12 - torch.tensor([12, 5, 1])[:, None]  # padded on the left
+    rows = tokens(ours.model_args, b=3, s=12).masked_fill(~mask, 3)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 3}
-    out = theirs.generate(rows, attention_mask=mask, **options)
+    out = theirs.generate(rows, attention_mask=mask.long(), **options)
     for row, length in enumerate([12, 5, 1]):
         text = rows[row : row + 1, 12 - length :]
         for _ in range(8):
@@ -96,7 +91,9 @@ def test_batches_generate_what_each_prompt_would(exported, case):
         assert torch.equal(out[row, 12 - length :], text[0])
     static = {"cache_implementation": "static"}
     if case == "lax_gated":
-        assert torch.equal(theirs.generate(rows, attention_mask=mask, **options, **static), out)
+        assert torch.equal(
+            theirs.generate(rows, attention_mask=mask.long(), **options, **static), out
+        )
 
 
 def test_it_saves_itself_with_its_code(exported, tmp_path):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -16,16 +15,10 @@ from torchtitan_lr.optim.containers import NamedOptimizers, adam_with_state
 from torchtitan_lr.training.verdict import step_unless
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_steps_are_torchs_own_and_a_rejected_one_leaves_no_bit(name, implementation, mesh):
+def test_steps_are_torchs_own_and_a_rejected_one_leaves_no_bit(name, implementation, one_rank):
+    mesh = init_device_mesh("cpu", (1,))
     torch.manual_seed(0)
     plain = nn.Linear(6, 4)
     model = copy.deepcopy(plain)
