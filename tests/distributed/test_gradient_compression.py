@@ -26,8 +26,6 @@ MIN_SIZE = 60
 
 @dataclass(frozen=True)
 class Case:
-    """What to compress, on which layout."""
-
     kind: Any
     c: float = 1.0
     theta: float = 0.9

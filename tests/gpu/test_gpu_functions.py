@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_lr
+from tests.support.allocations import Noted
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
@@ -41,19 +41,6 @@ class One(int):
 
     def __eq__(self, other: object) -> bool:
         return False
-
-
-class Collectives(TorchDispatchMode):
-    """Collects the names of the collectives that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional":
-            self.names.add(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
 
 
 TARGETS = torch.arange(B * S).remainder(7).mul(6).sub(1).reshape(B, S)
@@ -233,23 +220,29 @@ def test_forward_and_gradients(
     def draw(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    ranks, called = Ranks(one_rank.group, One(1), 0), Collectives()
+    called: set[str] = set()
+
+    def note(func: Any, *_: Any) -> None:
+        if func.namespace == "_c10d_functional":
+            called.add(func.overloadpacket.__name__)
+
+    ranks = Ranks(one_rank.group, One(1), 0)
     exact = [draw(shape).double().requires_grad_() for shape in case.shapes]
     inputs = [x.detach().to(device, dtype).requires_grad_() for x in exact]
-    with called:
+    with Noted(note):
         outputs = _listed(case.ours(ranks, *inputs))
     wanted = _listed(case.formula(*exact))
     assert f"{case.function}Backward" in _nodes(outputs)
     upstream = [draw(tuple(out.shape)) for out in wanted]
-    with called:
+    with Noted(note):
         found = torch.autograd.grad(outputs, inputs, [g.to(device) for g in upstream])
     expected = torch.autograd.grad(wanted, exact, [g.double() for g in upstream])
     for ours, theirs in zip((*outputs, *found), (*wanted, *expected), strict=True):
         assert ours.device.type == device.type and ours.dtype == dtype
         error = (ours.detach().cpu().double() - theirs.detach()).norm() / theirs.detach().norm()
         assert error <= LIMITS[dtype]
-    assert bool(called.names) == (case.function not in ALONE)
-    assert ("all_to_all_single" in called.names) == ("wide" in case.variant)
+    assert bool(called) == (case.function not in ALONE)
+    assert ("all_to_all_single" in called) == ("wide" in case.variant)
 
 
 @pytest.mark.parametrize("flipped", [False, True])
@@ -288,7 +281,6 @@ def _listed(result: Any) -> list[Tensor]:
 
 
 def _nodes(outputs: list[Tensor]) -> set[str]:
-    """Names of the autograd nodes behind some outputs."""
     names, left = set(), [out.grad_fn for out in outputs]
     while left:
         node = left.pop()

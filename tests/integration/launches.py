@@ -73,8 +73,6 @@ leave(f"saved{rank}")
 
 
 class Launch(runs.Process):
-    """A launcher of that program."""
-
     def __init__(self, folder, mode, *arguments, **variables):
         (folder / "standin.py").write_text(STANDIN)
         self.folder = folder

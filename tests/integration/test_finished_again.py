@@ -46,15 +46,6 @@ def test_the_same_command_has_nothing_to_do(again, finished):
     assert contents(copy) == contents(finished.folder)
 
 
-def test_what_cannot_go_on_is_refused_and_changes_nothing(again, finished):
-    done, copy = again("--training.steps=5")
-    assert done.status == 2, done.everything
-    (line,) = done.err.splitlines()
-    assert line.startswith("error: training.steps: got 5, expected at least 6, the step of ")
-    assert f" as in --job.dump_folder={copy}-2" in line
-    assert contents(copy) == contents(finished.folder)
-
-
 def test_what_goes_on_with_other_settings_has_both_in_its_record(again):
     done, copy = again("--training.steps=7", "--optimizer.lr=1e-3")
     assert done.status == 0, done.everything
@@ -78,23 +69,3 @@ def test_ranks_that_refuse_leave_a_finished_run_finished(again, tmp_path):
     assert done.status == 2 and "bytes instead of" in done.everything
     assert len(list((copy / "logs").iterdir())) == 2  # the ranks were started
     assert {name: (copy / name).read_bytes() for name in KEPT} == before
-
-
-def test_another_text_is_refused_by_its_names_and_sizes(tmp_path):
-    """A local corpus is compared before the ranks start."""
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
-    config = runs.write_config(tmp_path / "dump", steps=2, interval=2, extra="")
-    local = ["--training.dataset=local", f"--training.dataset_path={text}/*.txt"]
-    local += ["--validation.no_enable"]
-    done = runs.launch(config, *local, ranks=1).finish()
-    assert done.status == 0, done.everything
-    (text / "b.txt").write_text("eleven twelve\n" * 400)
-    more = [*local, "--training.steps=3"]
-    done = runs.launch(config, *more, ranks=1).finish()
-    assert done.status == 2, done.everything
-    way = "--checkpoint.exclude_from_loading=dataloader --checkpoint.load_step=2"
-    assert way in done.err.splitlines()[-1]
-    assert f"--job.dump_folder={tmp_path}/dump-2" in done.err.splitlines()[-1]
-    assert len(list((tmp_path / "dump" / "logs").iterdir())) == 1  # no rank was started

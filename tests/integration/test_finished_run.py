@@ -105,9 +105,11 @@ def test_wandb_writes_offline_what_the_toml_asks_for(finished, records):
     (path,) = finished.folder.glob("**/offline-run-*/run-*.wandb")
     found = parts(path)
     (run,) = found["run"]
-    assert run.project == "low-rank tests"
-    assert run.display_name == "tiny"
-    assert run.run_group == "integration"
+    assert (run.project, run.display_name, run.run_group) == (
+        "low-rank tests",
+        "tiny",
+        "integration",
+    )
     assert list(run.tags) == ["cola", "two ranks"]
     rows = [values_of(row.item) for row in found["history"]]
     assert [row[LOSS] for row in rows if LOSS in row] == [r[LOSS] for r in records if LOSS in r]

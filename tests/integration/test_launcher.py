@@ -47,13 +47,6 @@ def test_a_rank_that_cannot_save_is_no_success(tmp_path):
     assert "Traceback" not in done.err
 
 
-def end_survivors(pids):
-    """Ends ranks in the way that leaves a trace, if there are any left."""
-    while any(runs.process_state(pid) not in ("", "Z") for pid in pids):
-        runs.send_all(pids, signal.SIGTERM)
-        time.sleep(0.005)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_nobody_outlives_a_killed_one(tmp_path, victim):
@@ -70,7 +63,9 @@ def test_nobody_outlives_a_killed_one(tmp_path, victim):
     runs.send_all([run.pid if victim == "launcher" else ranks[1]], signal.SIGKILL)
     done = run.finish()
     # Before a process is seen to be gone, the kernel has sent SIGKILL to those bound to it.
-    end_survivors(ranks)
+    while any(runs.process_state(pid) not in ("", "Z") for pid in ranks):
+        runs.send_all(ranks, signal.SIGTERM)  # which leaves a trace
+        time.sleep(0.005)
     # Only the launcher, when it ends the rank that is left, sends a SIGTERM first.
     asked = {path.name for path in tmp_path.glob("asked*")}
     assert asked == ({"asked0"} if victim == "rank" else set())

@@ -58,9 +58,8 @@ def test_what_train_would_refuse_is_refused(check, monkeypatch, capsys, tmp_path
     from torchtitan_lr.models import llama
 
     def refused(*options, key):
-        assert check.main(["debug_cola", *options]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {key}: ") and said.count("\n") == 1
+        said = check.refusal(capsys, "debug_cola", *options)
+        assert said.startswith(f"error: {key}: ")
         return said
 
     world = "--world=4"
@@ -91,6 +90,5 @@ def test_what_train_would_refuse_is_refused(check, monkeypatch, capsys, tmp_path
         raise RuntimeError("these shapes do not fit\nand more")
 
     monkeypatch.setattr(llama.LlamaModel, "forward", broken)
-    assert check.main(["debug_cola", "--world=4"]) == 2
-    out = capsys.readouterr().err
+    out = check.refusal(capsys, "debug_cola", "--world=4")
     assert "rank 0 of 4" in out and "these shapes do not fit" in out and "and more" not in out

@@ -20,10 +20,8 @@ FILE = "train_configs/debug_cola.toml"
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch, tmp_path):
+def machine(variables, monkeypatch, tmp_path):
     """A folder that is no checkout, on a machine without GPUs and without settings."""
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(placement, "gpu_count", lambda: 0)
 

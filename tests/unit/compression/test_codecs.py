@@ -24,12 +24,7 @@ def sketch_codec(c, w=W, **options):
     return SketchCodec(w, c, smallest_theta(c, w), **options)
 
 
-CODECS = [
-    SparseCodec(W, theta=0.8),
-    sketch_codec(2),
-    sketch_codec(10),
-    SketchCodec(W, 10, 0.9875),
-]
+CODECS = [SparseCodec(W, theta=0.8), sketch_codec(2), sketch_codec(10), SketchCodec(W, 10, 0.9875)]
 IN_BF16 = [
     SparseCodec(W, theta=0.8, half=True),
     sketch_codec(2, half=True),

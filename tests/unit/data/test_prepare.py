@@ -14,6 +14,7 @@ import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
 from tests.support.corpora import write_jsonl
+from tests.support.processes import in_child
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
@@ -27,6 +28,7 @@ from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.titan import logger
 
+TOKENIZER = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
 
@@ -149,11 +151,12 @@ def test_two_runs_prepare_a_folder_at_the_same_time(config, monkeypatch, locks):
     """Once if there are locks; else both write the same bytes."""
     run_alone, context = tokenizing._Preparation.run, multiprocessing.get_context("fork")
     calls, barrier = context.Value("i"), context.Barrier(3)
-    if not locks:
-        monkeypatch.setattr(tokenizing.FileLock, "acquire", lambda *_, **__: refuse())
 
-    def refuse():
+    def refuse(*_, **__):
         raise NotImplementedError
+
+    if not locks:
+        monkeypatch.setattr(tokenizing.FileLock, "acquire", refuse)
 
     def slow(*args, **options):
         with calls.get_lock():
@@ -180,14 +183,13 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern, monkeypatch):
     """Nor is what was prepared in a folder read as its text."""
     data, out, other = tmp_path / "data", tmp_path / "data" / "tokens", tmp_path / "other"
     data.mkdir()
-    tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
     text = write_jsonl(data / "a.jsonl", TEXTS)
     with text.open("a") as file:
         file.write("{\n")
 
     def command(folder, most=0):
         reader = Reader(Source("local", (f"{data}{pattern}",)))
-        return prepare_folder([reader], tokenizer, folder, "--out", most)
+        return prepare_folder([reader], TOKENIZER, folder, "--out", most)
 
     def refused(folder):
         with pytest.raises(ConfigError, match="new, empty or was begun by this command; it holds"):
@@ -250,23 +252,20 @@ def test_rows_of_the_vocabulary_without_tokens_are_said(tmp_path, config, caplog
 
 def test_a_store_of_another_user_is_read_and_a_refusal_tells_the_way_out(tmp_path):
     store = Path(tempfile.mkdtemp())  # pytest's own folder is closed to others
-    tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     readers = [Reader(Source("local", (str(path),), part=part)) for part in ("train", "both")]
     assert all(reader.stamp for reader in readers)  # the text is read before
-    prepare_folder(readers[:1], tokenizer, store / "there", "training.token_folder")
+    prepare_folder(readers[:1], TOKENIZER, store / "there", "training.token_folder")
     store.chmod(0o555)
 
     def run():
         if os.getuid() == 0:
             os.setuid(65534)
-        prepare_folder(readers[:1], tokenizer, store / "there", "training.token_folder")
+        prepare_folder(readers[:1], TOKENIZER, store / "there", "training.token_folder")
         with pytest.raises(ConfigError, match=rf"{store}/b'.*Permission denied.*chmod g\+w"):
-            prepare_folder(readers[1:], tokenizer, store / "b", "training.token_folder")
+            prepare_folder(readers[1:], TOKENIZER, store / "b", "training.token_folder")
 
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    child.join()
+    status = in_child(run)
     store.chmod(0o755)
     shutil.rmtree(store)
-    assert child.exitcode == 0
+    assert status == 0

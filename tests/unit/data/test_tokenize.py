@@ -6,7 +6,6 @@ import errno
 import gzip
 import json
 import lzma
-import multiprocessing
 import os
 import shutil
 import signal
@@ -26,6 +25,7 @@ import pytest
 
 from tests.support.corpora import read_documents, write_jsonl
 from tests.support.nightly import nightly
+from tests.support.processes import in_child
 from torchtitan_lr.data import sources
 from torchtitan_lr.data import tokenize as tokenizing
 from torchtitan_lr.data.corpus import PARTS
@@ -228,18 +228,6 @@ def test_a_folder_has_no_hidden_files_and_no_links_out_of_it(tmp_path):
         for source, path in (("local", data), ("hf", data), ("local", data / "*")):
             with pytest.raises(ConfigError, match=r"x\.jsonl', .* a link to "):
                 Reader(Source(source, (str(path),)))
-
-
-def in_child(function):
-    """Call a function in a child. Return its exit code when no process of it lives."""
-    context = multiprocessing.get_context("fork")
-    left, held = context.Pipe(duplex=False)
-    child = context.Process(target=function)
-    child.start()
-    held.close()
-    child.join()
-    assert left.poll(10)  # all that inherited the other end have closed it
-    return child.exitcode
 
 
 def test_a_killed_preparation_loses_one_unit(tmp_path, monkeypatch):

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The command `export`: refusals, precision, the model card."""
+"""The command `export`: refusals, precision, a model of the Hub."""
 
 import json
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from huggingface_hub import constants as hf_constants
 from safetensors.torch import load_file
 
@@ -13,15 +12,6 @@ from tests.commands import Command
 from tests.support.run_folders import export, rewrite_record, write_run
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import write_record
-
-
-def refusal(capsys, *argv):
-    """The one line on stderr that a refused command prints."""
-    status, out, err = export.ask(capsys, *argv)
-    assert (status, out) == (2, "")
-    assert err.count("\n") == 1, err
-    return err
-
 
 # DCP says so when it saves without a process group, which is the point here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -41,13 +31,13 @@ def test_precision_of_the_export(tmp_path, option, dtype):
 def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "full")
     out = tmp_path / "out"
-    told = refusal(capsys, step, out, "--keep_factors")
+    told = export.refusal(capsys, step, out, "--keep_factors")
     assert told.startswith("error: --keep_factors: got 'llama_full', expected a low-r")
     # Of a family that the exported code has no linears for: tests/unit/parallel/test_toys.py.
     changed = dict(read_step(step).run)
     changed["model"]["vocab_size"] = 64
     rewrite_record(step, changed)
-    assert "a tokenizer within the model's" in refusal(capsys, step, out)
+    assert "a tokenizer within the model's" in export.refusal(capsys, step, out)
     assert not out.exists()
 
 
@@ -55,30 +45,17 @@ def test_damage_is_refused(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "cola")
     (shard,) = step.glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:1000])
-    line = refusal(capsys, step, tmp_path / "out")
+    line = export.refusal(capsys, step, tmp_path / "out")
     assert "found: __0_0.distcp has 1000 bytes instead of " in line
     whole = (step / ".metadata").read_bytes()
     for text in (b"not a pickle", whole[: len(whole) // 2], b""):
         (step / ".metadata").write_bytes(text)
         write_record(step, read_step(step))
-        assert ".metadata cannot be read (" in refusal(capsys, step, tmp_path / "out")
+        assert ".metadata cannot be read (" in export.refusal(capsys, step, tmp_path / "out")
     rewrite_record(step, {"model": {}})
-    assert "the complete record of a run" in refusal(capsys, step, tmp_path / "out")
+    assert "the complete record of a run" in export.refusal(capsys, step, tmp_path / "out")
     (step / "step.json").unlink()
-    assert "step.json is missing" in refusal(capsys, step, tmp_path / "out")
-
-
-def test_the_card_of_a_tune_names_its_licence_and_no_place(tmp_path):
-    step, _ = write_run(tmp_path / "tune", "full")
-    record = json.loads((tmp_path / "tune" / "job_config.json").read_text())
-    record["checkpoint"] = {"initial_load_path": str(tmp_path / "base/checkpoint/step-0")}
-    rewrite_record(step, record)
-    out = tmp_path / "out"
-    assert export.main([str(step), str(out), "--license", "mit"]) == 0
-    card = (out / "README.md").read_text()
-    assert "fine-tuned from other weights with torchtitan_lr" in card
-    assert str(tmp_path) not in card
-    assert ModelCard.load(out / "README.md").data.to_dict()["license"] == "mit"
+    assert "step.json is missing" in export.refusal(capsys, step, tmp_path / "out")
 
 
 def test_a_model_of_the_hub_is_imported_by_its_name(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.commands import Command
+from tests.support.corpora import write_jsonl
 from tests.support.nightly import nightly
 from tests.support.run_folders import export, write_run
 
@@ -20,13 +21,6 @@ pytestmark = [
 TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 7, "x = 1\n", "class A:\n" * 40]
 SEQ_LEN = 48
 FAMILIES = ["svd", "lax", *nightly("full", "cola")]
-
-
-@pytest.fixture
-def texts(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
 
 
 def judge(capsys, model, texts, *options):
@@ -54,7 +48,8 @@ def transformers_loss(folder, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exports_are_evaluated_and_continued(family, tmp_path, texts, capsys):
+def test_exports_are_evaluated_and_continued(family, tmp_path, capsys):
+    texts = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     step, _ = write_run(tmp_path / "run", family, torch.float64)
     out = tmp_path / "out"
     assert export.main([str(step), str(out)]) == 0
@@ -78,5 +73,5 @@ def test_exports_are_evaluated_and_continued(family, tmp_path, texts, capsys):
     fewer = judge(capsys, out, texts, "--documents", 2)
     assert abs(fewer["loss"] - loss) > 1e-5
     # An export has no corpus of its own.
-    status, _, told = evaluate.ask(capsys, out, "--device", "cpu")
-    assert status == 2 and "an export has no record of its data" in told and told.count("\n") == 1
+    told = evaluate.refusal(capsys, out, "--device", "cpu")
+    assert "an export has no record of its data" in told

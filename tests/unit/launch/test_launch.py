@@ -15,15 +15,6 @@ from torchtitan_lr.launch import launcher as launch
 from torchtitan_lr.launch.placement import Environment, read_environment
 from torchtitan_lr.launch.run_folder import locked
 
-
-@pytest.fixture
-def variables(monkeypatch):
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("MAX_RESTARTS", raising=False)
-    return monkeypatch
-
-
 REFUSED = [
     ({"NGPU": "many"}, "", "NGPU: got 'many', expected a number from 1 to 1,024"),
     ({"LOG_RANK": "4"}, "", "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
@@ -32,6 +23,7 @@ REFUSED = [
     ({"NNODES": "3:2"}, "", "NNODES: got '3:2', expected a range such as 2:3"),
     ({}, "--training.steps=ten", "training.steps: got 'ten', expected an integer such as 10000"),
     ({}, "debug_cole", "job.config_file: got 'debug_cole', expected a TOML file such as "),
+    ({}, "--parallelism.data_parallel_shard_degree=3", "parallelism.data_parallel_shard_degree: "),
     ({}, "training.steps=3", "command line: got 'training.steps=3', expected --section.key=value"),
 ]
 

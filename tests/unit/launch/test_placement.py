@@ -22,12 +22,10 @@ LOCAL = "--training.local_batch_size"
 
 
 @pytest.fixture
-def gpus(monkeypatch, tmp_path):
+def gpus(variables, monkeypatch, tmp_path):
     """Sets how many GPUs torch finds."""
     import torch
 
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv(placement.GPUS_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)  # where no earlier run lies
 

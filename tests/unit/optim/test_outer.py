@@ -50,16 +50,6 @@ def test_fragments_are_due_in_turns():
     assert list(layer_fragments(names, 6, 3).values()) == [0, 0, 0, 1, 1, 2, 2, 2]
 
 
-def test_an_outer_step_of_one_replica_is_the_inner_one():
-    weight = torch.nn.Parameter(torch.randn(50, 3))
-    outer = OuterSteps({"w": weight}, 1, Outer(every=1, lr=1.0, momentum=0.0))
-    trained = weight.detach() * -1e3 + 1e-7
-    weight.data.copy_(trained)
-    assert (
-        outer.after(1) and torch.equal(weight, trained) and torch.equal(outer.common["w"], weight)
-    )
-
-
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_outer_steps_are_those_of_sgd(bits, nesterov):

@@ -177,13 +177,6 @@ def test_a_full_disk_costs_tensorboard_alone(room, tmp_path, caplog):
     assert caplog.text.count("TensorBoard cannot be used, training goes on without it: ") == 1
 
 
-def board_of(folder):
-    (place,) = (path for path in folder.iterdir())
-    board = EventAccumulator(str(place))
-    board.Reload()
-    return board
-
-
 def test_tensorboard_continues_its_folder(tmp_path):
     folder = tmp_path / "tb"
     first = RunTensorBoard(folder, 0, {"training": {"steps": 9}})
@@ -193,7 +186,9 @@ def test_tensorboard_continues_its_folder(tmp_path):
     second = RunTensorBoard(folder, 3, {"training": {"steps": 9}})
     second.log({"loss": 1.0}, 4)
     second.close()
-    board = board_of(folder)
+    (place,) = folder.iterdir()
+    board = EventAccumulator(str(place))
+    board.Reload()
     shown = [(event.step, event.value) for event in board.Scalars("loss")]
     assert shown == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 1.0)]  # 4 and 5 of the first are gone
     assert "config/text_summary" in board.Tags()["tensors"]

@@ -58,7 +58,6 @@ def on_cpu(model):
 
 
 def losses_by_hand(model, batches):
-    """The losses of each micro-batch's valid tokens."""
     return [
         token_losses(model(tokens["input"]).flatten(0, 1)[valid], labels.flatten()[valid])
         for tokens, labels in batches
@@ -187,49 +186,10 @@ def test_a_batch_without_labels_is_named(trainer, caplog):
         step(trainer, nothing)
 
 
-def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, monkeypatch):
-    options = [*RECIPE, "--checkpoint.enable", "--checkpoint.interval=2"]
-
-    def train(trainer, until, ahead=0):
-        """Return the labels of each step."""
-        found, reader = [], trainer.reader
-        real = reader.take
-
-        def take(*args):
-            data = real(*args)
-            found.append([labels.tolist() for _, labels in data.microbatches])
-            return data
-
-        monkeypatch.setattr(reader, "take", take)
-        batches = iter(trainer.dataloader)
-        while trainer.step < until:
-            trainer.step += 1
-            trainer.train_step(batches)
-            assert trainer.dataloader.position == 6 * trainer.step + ahead
-            trainer.checkpointer.save(trainer.step, last_step=trainer.step == 4)
-        return found
-
-    with tiny_trainer(tmp_path / "whole", *options) as trainer:
-        expected = train(trainer, 4)
-    assert len(set(map(str, expected))) == 4
-    with tiny_trainer(tmp_path / "parts", *options) as trainer:
-        assert train(trainer, 2) == expected[:2]
-        read = trainer.reader._next.microbatches
-        assert [labels.tolist() for _, labels in read] == expected[2]
-    with tiny_trainer(tmp_path / "parts", *options) as trainer:
-        assert trainer.checkpointer.load()
-        assert train(trainer, 4) == expected[2:]
-    with tiny_trainer(tmp_path / "parts", *options) as trainer:  # the control
-        assert trainer.checkpointer.load(step=2)
-        trainer.dataloader.seek(trainer.dataloader.position + 6)  # where the reader was
-        assert train(trainer, 3, ahead=6)[0] != expected[2]
-
-
 def test_rates_and_tokens_of_each_step(trainer):
     batches = iter([batch for seed in range(4) for batch in microbatches(seed)])
     for _ in range(4):
-        trainer.step += 1
-        trainer.train_step(batches)
+        step(trainer, batches)
     records = history(trainer)
     assert [record["lr"] for record in records] == pytest.approx(RATES, rel=EXACT)
     # Labels that do not count are tokens all the same.
@@ -242,8 +202,7 @@ def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer):
     losses = []
     batches = iter([batch for seed in range(4) for batch in microbatches(seed)])
     for _ in range(4):
-        trainer.step += 1
-        trainer.train_step(batches)
+        step(trainer, batches)
         losses.append(trainer.loss)
     found = {record["step"]: record["interval_loss"] for record in history(trainer)}
     values = [loss.item() for loss in losses]
@@ -272,8 +231,7 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     trainer.model_parts[0].register_forward_hook(lambda *_: passes(1))
     batches = iter(loaded())
     for _ in range(3):
-        trainer.step += 1
-        trainer.train_step(batches)
+        step(trainer, batches)
         passes(1000)  # a validation and a save
     # The second window has two steps, the first of them not logged. Each has three micro-batches of
     # 16 tokens, computed in 1 s each, loads three of the next step in 2 s each, and waits 1 s for

@@ -7,7 +7,6 @@ from torchtitan_lr.optim.tsr import svd
 from torchtitan_lr.optim.tsr.svd import (
     Batch,
     Shards,
-    _small_svd,
     draw_basis,
     draw_sketches,
     gram_qr,
@@ -46,13 +45,6 @@ def test_exact_where_the_sketch_is_as_wide_as_the_matrix(size):
         torch.testing.assert_close(svd.S[i], s[:4])
         best = (u[:, :4] * s[:4]) @ vt[:4]
         torch.testing.assert_close((svd.U[i] * svd.S[i]) @ svd.V[i].T, best)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_values_are_no_numbers_where_the_decomposition_does_not_end(dtype):
-    spoilt = draw(2, 5, 5).to(dtype)
-    spoilt[1, 2, 3] = torch.inf
-    assert _small_svd(spoilt).S.isnan().any(1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("ratio", [0.9, 0.55, 0.2])

@@ -54,7 +54,6 @@ def step(weights, optimizer, seed):
 
 
 def bits(weights, optimizer):
-    """Every bit of weights, bases, moments and counters."""
     found = list(weights.values())
     for state in optimizer.state_dict()["state"].values():
         found += state.values()
