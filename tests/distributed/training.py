@@ -96,6 +96,8 @@ def _trainer_with(fault: str, config: Any) -> Any:
     guilty = dist.get_rank() == min(1, dist.get_world_size() - 1)
 
     class FaultyTrainer(Trainer):
+        spoilt = False  # once
+
         def one_pass(self, **kwargs: Any) -> Any:
             if not guilty or str(self.step) != at:
                 return super().one_pass(**kwargs)
@@ -116,7 +118,9 @@ def _trainer_with(fault: str, config: Any) -> Any:
             if kind == "nan_sum":
                 gradient = blocks[-1].get_parameter("ffn_norm.weight").grad
                 local_part(gradient).fill_(float("nan"))
-            return loss * float("nan") if kind == "nan" else loss
+            spoils = kind == "nan" or (kind == "nan_once" and not self.spoilt)
+            self.spoilt = True
+            return loss * float("nan") if spoils else loss
 
     return FaultyTrainer(config)
 

@@ -196,6 +196,10 @@ def test_what_cannot_be_captured_is_refused(tmp_path: Path) -> None:
         ("--training.mask_documents", "another mask"),
         ("--optimizer.name=TSRAdam", "tsr_overlap_buckets > 1"),  # alone it is captured
         (
+            "--optimizer.name=TSRAdam --optimizer.tsr_overlap_buckets=1 --optimizer.tsr_stagger",
+            "tsr_stagger finds new bases",
+        ),
+        (
             "--activation_checkpoint.mode=full --activation_checkpoint.preserve_rng_state",
             "random numbers' state",
         ),

@@ -4,6 +4,9 @@
 A recorded pass runs the same operators on the same memory, as a graph does. The recorder can also
 run a pass again and compare: another operator, number, shape or address than the recorded one's, or
 a read of the host, is an AssertionError that names the operator.
+
+A recording keeps every tensor of its pass. So it does not see what a graph's pool of memory would
+show: a tensor that is used after its memory was given to another one.
 """
 
 from collections.abc import Callable, Iterable

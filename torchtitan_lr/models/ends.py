@@ -55,8 +55,8 @@ def linear_loss(
 class _LinearLoss(torch.autograd.Function):
     """Forward the loss and, chunk by chunk, its gradients; backward scales them.
 
-    With no more tokens than features the logits are smaller than the weight's gradient. Then there
-    is one chunk, which keeps its errors (p less one-hot rows), and backward multiplies.
+    A batch of one chunk keeps its errors (p less one-hot rows), and backward multiplies. It has a
+    few tokens, or no more than features: its errors are then smaller than the weight's gradient.
     """
 
     @staticmethod

@@ -21,6 +21,7 @@ def why_eager(config: Any, world_size: int, device_type: str) -> str:
         "optimizer.tsr_overlap_buckets > 1 starts sums that end behind backward": (
             own_sums and config.optimizer.tsr_overlap_buckets > 1
         ),
+        "optimizer.tsr_stagger finds new bases in nearly every step": config.optimizer.tsr_stagger,
         "activation_checkpoint.preserve_rng_state reads the random numbers' state": draws,
         "fsdp_reshard_after_forward = 'always' waits for an event of another stream": (
             parallelism.fsdp_reshard_after_forward == "always"

@@ -49,9 +49,9 @@ class CapturedPass(NamedTuple):
 class StepGraph:
     """Runs the passes of steps: eagerly at first, later by replaying what it captured."""
 
-    def __init__(self, model_parts: Sequence[nn.Module], capture: Capture) -> None:
+    def __init__(self, model_parts: Sequence[nn.Module], capture: Callable[[], Capture]) -> None:
         self._parameters = [p for part in model_parts for p in part.parameters()]
-        self._capture = capture
+        self._new_capture, self._capture = capture, capture()
         self._eager_steps: dict[Any, int] = {}  # by the shapes of a step's micro-batches
         self.passes: dict[Any, CapturedPass] = {}  # by shapes and kind of pass
         self._step: Any = None
@@ -90,8 +90,9 @@ class StepGraph:
         return CapturedPass(fixed, loss, [(p, p.grad) for p in self._parameters], replay)
 
     def free(self) -> None:
-        """Free the graphs; the process groups that they use must still exist."""
+        """Free the graphs, for new ones; the process groups that they use must still exist."""
         self.passes.clear()
+        self._capture = self._new_capture()  # a pool without a graph takes no other one
 
 
 def shapes_of(microbatches: Iterable[Batch]) -> tuple[Any, ...]:

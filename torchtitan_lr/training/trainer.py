@@ -133,7 +133,7 @@ class Trainer(TitanTrainer):
             logger.info("Passes of a step: %s", how)
         self.watch = Watch(self.model_parts, self.device.type == "cuda", dims.cp * dims.tp)
         self.metrics_processor.watch = self.watch
-        self.graph = None if eager else StepGraph(self.model_parts, CudaCapture())
+        self.graph = None if eager else StepGraph(self.model_parts, CudaCapture)
         section = config.optimizer
         shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
         if section.groups:  # some may have parameters on other pipeline stages alone
@@ -198,11 +198,12 @@ class Trainer(TitanTrainer):
             self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
             # 7. Change the weights, unless the step is rejected.
             self.apply(verdict)
-            self.exchange(ledger)
         self.lr_schedulers.step()
         self._losses.append(self.loss)
-        # 8. Read the verdict on the host.
+        # 8. Read the verdict on the host. Only then an outer step may change the weights.
         self.settle(data, verdict)
+        with ledger or nullcontext():
+            self.exchange(ledger)
 
         if logs:
             self._log_step(data, verdict, rates, began)
@@ -279,12 +280,19 @@ class Trainer(TitanTrainer):
         for compressor in self._residuals.compressors:
             compressor.commit(verdict.rejected if may_skip else None)
 
-    def repeat(self, data: StepData, verdict: Verdict) -> None:
-        """Run the passes of a rejected step again, which change nothing but gradients."""
+    def repeat(self, data: StepData, verdict: Verdict) -> bool:
+        """Run a rejected step again, unseen by later ones; return whether the loss is finite."""
+        exchanges = [compressor.exchanges for compressor in self._residuals.compressors]
         self.optimizers.zero_grad()
-        self.backward(data, eager=True)
+        if self.graph is not None:  # the activations would need their memory twice
+            self.graph.free()
+        loss = self.backward(data, eager=True)
         self.gradients.finish_sums()
+        self.gradients.settle(rejected=True)
         self._commit_residuals(verdict)
+        for compressor, count in zip(self._residuals.compressors, exchanges, strict=True):
+            compressor.exchanges = count
+        return bool(loss.isfinite())
 
     def exchange(self, ledger: CommLedger | None = None) -> None:
         """Take the outer step that follows this step, if one does, or raise a NonFiniteError."""

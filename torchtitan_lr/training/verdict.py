@@ -147,11 +147,11 @@ class Origin:
             self._blocks += blocks if dims.cp_enabled else blocks[-1:]
 
     def of(
-        self, findings: Findings, gradients: StoredGradients, repeat: Callable[[], None]
+        self, findings: Findings, gradients: StoredGradients, repeat: Callable[[], bool]
     ) -> tuple[str, int | None]:
         """Return why a step was rejected, and the rank; call it on every rank, before the next.
 
-        ``repeat`` runs its passes again. An accepted step notes nothing.
+        ``repeat`` runs its passes again, and returns whether this rank's loss is finite then.
         """
         # The rejected step has changed no parameter: one that is not finite is the cause.
         parameters = trained_parameters(*self._parts.values()).items()
@@ -162,16 +162,17 @@ class Origin:
             where, rank = self._in_backward(gradients, repeat)
             return f"gradient norm is {findings.norm} ({where})", rank
         # Blocks come before the loss, and ranks where all is finite last.
-        depth = self._depth(repeat) if self._blocks or self._stages > 1 else math.inf
-        fine = math.isinf(depth) and findings.loss_is_finite
-        depths = from_all_ranks((depth, fine))
+        known = math.inf, findings.loss_is_finite
+        depths = from_all_ranks(self._depth(repeat) if self._blocks or self._stages > 1 else known)
         first = min(depths)
+        if first == (math.inf, True):
+            return "a loss is not finite, but all were when the step was repeated", None
         what = "loss" if math.isinf(first[0]) else f"output of block {int(first[0])}"
         who, rank = self._named([rank for rank, depth in enumerate(depths) if depth == first])
         return f"{what} of {who} is not finite", rank
 
-    def _depth(self, repeat: Callable[[], None]) -> float:
-        """Return this rank's first block, of those looked at, whose output is not finite."""
+    def _depth(self, repeat: Callable[[], bool]) -> tuple[float, bool]:
+        """Return the first block looked at with an output that is not finite, and if all is."""
         found = [math.inf]
 
         def note(depth: int, block: nn.Module, args: Any, output: Any) -> None:
@@ -180,13 +181,15 @@ class Origin:
                 found.append(depth)
 
         handles = [b.register_forward_hook(partial(note, depth)) for depth, b in self._blocks]
-        repeat()
-        for handle in handles:
-            handle.remove()
-        return min(found)
+        try:
+            loss_is_finite = repeat()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return min(found), loss_is_finite and len(found) == 1
 
     def _in_backward(
-        self, gradients: StoredGradients, repeat: Callable[[], None]
+        self, gradients: StoredGradients, repeat: Callable[[], bool]
     ) -> tuple[str, int | None]:
         """Return whose backward made a gradient that is not finite, in words and as a rank.
 
@@ -198,14 +201,15 @@ class Origin:
             with own_norms(self._parts.values()) as norms:
                 repeat()
             own = {stage: nonfinite(norms, part) for stage, part in self._parts.items()}
-            sources = [("", own), ("in a sum over the ranks of finite gradients, ", sums)]
-        for kind, of_stage in sources:
+            nobody = "only in the sum over the ranks, or not again when the step was repeated"
+            sources = [("", own), (nobody, sums)]
+        for nobody, of_stage in sources:
             for stage in reversed(range(self._stages)):
                 names = of_stage.get(stage)
                 found = from_all_ranks(names[-1] if names else None)
                 if ranks := [rank for rank, name in enumerate(found) if name is not None]:
-                    who, rank = self._named(ranks)
-                    return f"{kind}{who}: {found[ranks[0]]}", rank
+                    who, rank = (nobody, None) if nobody else self._named(ranks)
+                    return f"{who}: {found[ranks[0]]}", rank
         return "every entry is finite, but the squares overflow", None
 
     def _named(self, ranks: Sequence[int]) -> tuple[str, int | None]:

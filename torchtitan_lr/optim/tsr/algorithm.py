@@ -353,8 +353,9 @@ class TSRAdam(OwnOptimizer):
 
         Without this call the next `begin` does so, and then the host waits for ``found_inf``.
         """
-        self._drift.repair()
+        self._drift.repair(used=not rejected)
         self._count(rejected)
+        self._running = None  # without a `step`, of passes that were only repeated
 
     def _count(self, rejected: bool | None = None) -> None:
         """Count the last step and its refreshes, unless it was rejected."""
