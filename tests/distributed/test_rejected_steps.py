@@ -4,7 +4,7 @@
 import math
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -114,7 +114,7 @@ def skipped(arguments: list[str], repeats: bool, captures: bool) -> dict[str, An
         trainer = stack.enter_context(small_trainer([*arguments, *given]))
         batches = iter(trainer.dataloader)
         for trainer.step in range(1, 7):
-            spoilt = nullcontext()
+            spoilt: AbstractContextManager[None] = nullcontext()
             if trainer.step == 5:
                 spoilt = spoilt_sum(trainer) if captures else spoil_last_block(trainer.model_parts)
             with spoilt:
