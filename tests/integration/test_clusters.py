@@ -12,7 +12,7 @@ import yaml
 
 from tests.integration.runs import ROOT, environment
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, LOST, REFUSED
+from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, REFUSED
 
 SBATCH = ROOT / "scripts/slurm/train.sbatch"
 
@@ -195,9 +195,8 @@ def test_the_numbers_of_the_kubernetes_job_agree():
     assert {each["action"] for each in counted} == {"FailJob"} and "onExitCodes" not in ignored
     name = job["metadata"]["name"]
     assert given["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
-    ends, lost = spec["podFailurePolicy"]["rules"][:2]
+    ends = spec["podFailurePolicy"]["rules"][0]
     assert ends["onExitCodes"]["values"] == [EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED]]
-    assert (lost["action"], lost["onExitCodes"]["values"]) == ("Ignore", [EXIT_STATUS[LOST]])
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert policy["spec"]["podSelector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
