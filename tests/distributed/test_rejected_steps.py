@@ -1,10 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A non-finite number stops the run, naming step, rank and checkpoint, or skips the step."""
+"""A non-finite number stops the run, naming step, rank and checkpoint, or skips the step.
+
+The rank that the others wait for is named, too.
+"""
 
 import math
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +18,11 @@ import torch
 from tests.distributed.training import small_trainer, spoil_last_block, train
 from tests.support.parity_runs import degrees, model
 from tests.support.rank_pool import RankPool
-from tests.support.recorded_passes import Recorder
+from tests.support.recorded_passes import recorded
 from tests.support.support_matrix import NONE, SupportMatrix
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.containers import trained_parameters
-from torchtitan_lr.training import trainer as trainer_module
+from torchtitan_lr.training import history
 from torchtitan_lr.training.verdict import Origin
 
 MATRIX = SupportMatrix()
@@ -67,6 +71,21 @@ def test_the_rank_whose_forward_made_a_nan_is_named(
 
 
 @pytest.mark.parametrize(
+    ("layout", "named"),
+    # Tensor-parallel ranks wait for one another within a block: the first stands for both.
+    [(degrees(local_batch=2), 1), (TENSOR, 0), (PIPELINE, 1)],
+    ids=["shards", "tensor", "stages"],
+)
+def test_the_slowest_rank_is_named(layout: list[str], named: int, four_ranks: RankPool) -> None:
+    """By what it computes: all take the same time for a step."""
+    options = [*model("cola"), *layout, "--training.steps=2"]
+    folder = four_ranks.run(train, options, "slow@2")[0]["dump_folder"]
+    record = history.read_history(Path(folder) / history.HISTORY_FILE)[-1]
+    assert record["step"] == 2 and record[history.SLOWEST_RANK] == named
+    assert record[history.SLOWEST_BEHIND] > 60  # of .1 s, where blocks take milliseconds
+
+
+@pytest.mark.parametrize(
     ("layout", "fault", "what"),
     [
         (
@@ -109,15 +128,12 @@ def skipped(arguments: list[str], repeats: bool, captures: bool) -> dict[str, An
         if not repeats:
             stack.enter_context(patch.object(Origin, "of", lambda *_: ("NaN", None)))
         if captures:
-            stack.enter_context(patch.object(trainer_module, "CudaCapture", Recorder))
-            stack.enter_context(patch.object(trainer_module, "why_eager", lambda *_: ""))
+            stack.enter_context(recorded())
         trainer = stack.enter_context(small_trainer([*arguments, *given]))
         batches = iter(trainer.dataloader)
         for trainer.step in range(1, 7):
-            spoilt: AbstractContextManager[None] = nullcontext()
-            if trainer.step == 5:
-                spoilt = spoilt_sum(trainer) if captures else spoil_last_block(trainer.model_parts)
-            with spoilt:
+            spoilt = spoilt_sum(trainer) if captures else spoil_last_block(trainer.model_parts)
+            with spoilt if trainer.step == 5 else nullcontext():
                 trainer.train_step(batches)
             found["losses"].append(trainer.loss.item())
             captured.append(len(trainer.graph.passes) if captures else 0)

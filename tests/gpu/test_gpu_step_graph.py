@@ -5,6 +5,7 @@ On a CPU a recorder of operators stands for CUDA's graphs (tests/support/recorde
 are in tests/distributed/test_step_graph.py.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,25 +16,20 @@ from torch import Tensor
 
 from tests.gpu.trainers import BATCH, IGNORED, micro_batches, trainer_on
 from tests.support.parity_runs import add_parity_flavors
-from tests.support.recorded_passes import STEPS, Recorder, trained
+from tests.support.recorded_passes import Recorder, recorded, trained
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.capture import why_eager
-from torchtitan_lr.training import trainer as trainer_module
 
 add_parity_flavors()
 STEADY = ["--optimizer.lr=1e-2", "--training.steps=60"]
 MIXED = "--training.mixed_precision_param=bfloat16"
 ONE, THREE = (f"--training.global_batch_size={n * BATCH}" for n in (1, 3))
 SPECTRAL = {name: [f"--optimizer.name={name}"] for name in ("Muon", "Spectron", "LoRAMuon")}
-MODES = {
-    name: [f"--activation_checkpoint.mode={name.partition(' ')[0]}"]
-    for name in ("full", "selective op", "selective 2")
-}
-for kind in ("op", "2"):
-    MODES[f"selective {kind}"].append(f"--activation_checkpoint.selective_ac_option={kind}")
+MODE = "--activation_checkpoint.mode="
+SELECTIVE = [f"{MODE}selective", "--activation_checkpoint.selective_ac_option=op"]
 TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=4", "--optimizer.tsr_embedding_rank=4"]
 TSR += [f"--optimizer.tsr_{name}refresh_interval=5" for name in ("", "embedding_")]
 REJECTED = "a validation, then a rejected step"
@@ -48,13 +44,15 @@ RUNS = {
     "lax": [MIXED, "--model.name=llama_lax"],
     REJECTED: [MIXED, "--training.max_skipped_steps=1", *VALIDATION],
     "lanes": [MIXED, "--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"],
-    "low_rank": [MIXED, "--activation_checkpoint.mode=low_rank"],
+    "low_rank": [MIXED, f"{MODE}low_rank"],
+    "full": [f"{MODE}full"],
+    "selective op": SELECTIVE,
+    "selective 2": [*SELECTIVE[:1], "--activation_checkpoint.selective_ac_option=2"],
     "outer steps": [MIXED, "--outer.every=2"],
     "TSRAdam": [MIXED, *TSR],
     "TSRAdam, unwrapped": TSR,
     "compiled": [MIXED, "--compile.enable"],
     **SPECTRAL,
-    **MODES,
 }
 CAPTURES = {"one": 1, "three": 3}
 """Kinds of pass, where they are not two: the first micro-batch and the last."""
@@ -66,7 +64,7 @@ USUAL = ("three", "low_rank", "TSRAdam", REJECTED)
 def results(
     device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
 ) -> tuple[list[Tensor], int]:
-    """The losses of steps and the weights after them; the number of captured passes."""
+    """What `trained` returns."""
     fused = [] if any("optimizer.name" in m for m in more) else ["--optimizer.implementation=fused"]
     with trainer_on(device, folder, monkeypatch, *STEADY, *fused, *more) as trainer:
         count = trainer.gradient_accumulation_steps
@@ -79,16 +77,9 @@ def results(
                 found = [(i, torch.full_like(labels, IGNORED)) for i, labels in found]
             return found
 
-        refreshes = "optimizer.name=TSRAdam" in str(more)  # in the first step, and in the sixth
-        found = trained(trainer, rolled, steps=STEPS + 4 * refreshes)
+        found = trained(trainer, rolled)
         assert trainer.skipped_steps == trainer.job_config.training.max_skipped_steps
-        return found, 0 if trainer.graph is None else len(trainer.graph.passes)
-
-
-def records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let trainers record their passes on a CPU."""
-    monkeypatch.setattr(trainer_module, "CudaCapture", Recorder)
-    monkeypatch.setattr(trainer_module, "why_eager", lambda *_: "")
+        return found
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -109,9 +100,8 @@ def test_captured_steps_equal_eager_ones(
         arguments = [*arguments, "--model.flavor=parity"]
     eager, passes = results(device.type, tmp_path / "a", monkeypatch, *arguments, off)
     assert passes == 0
-    if device.type == "cpu":
-        records(monkeypatch)
-    captured, passes = results(device.type, tmp_path / "b", monkeypatch, *arguments)
+    with recorded() if device.type == "cpu" else nullcontext():
+        captured, passes = results(device.type, tmp_path / "b", monkeypatch, *arguments)
     assert passes == CAPTURES.get(name, 2)
     torch.testing.assert_close(captured, eager, rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(eager[0], eager[1])
@@ -120,9 +110,9 @@ def test_captured_steps_equal_eager_ones(
 def test_a_later_pass_that_differs_is_named(
     one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records(monkeypatch)
     now = SimpleNamespace(loss=lambda loss: 1.0 * loss, gradient=lambda g: g, rows=BATCH)
-    with trainer_on("cpu", tmp_path, monkeypatch, "--model.flavor=parity", *STEADY) as trainer:
+    options = ["--model.flavor=parity", *STEADY]
+    with recorded(), trainer_on("cpu", tmp_path, monkeypatch, *options) as trainer:
         loss_fn, one_pass, begin = trainer.loss_fn, trainer.one_pass, trainer.gradients.micro_batch
         weight = trainer.model_parts[0].output.weight
 
@@ -166,8 +156,8 @@ def test_a_later_pass_that_differs_is_named(
 def test_a_step_of_another_shape_is_captured_by_itself(
     one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records(monkeypatch)
-    with trainer_on("cpu", tmp_path, monkeypatch, "--model.flavor=parity", ONE) as trainer:
+    options = ["--model.flavor=parity", ONE]
+    with recorded(), trainer_on("cpu", tmp_path, monkeypatch, *options) as trainer:
         (batch, *_) = micro_batches(trainer.model_args.vocab_size)
         short = {"input": batch[0]["input"][:1]}, batch[1][:1]
         trainer.step = 1

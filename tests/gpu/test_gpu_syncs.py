@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import adam
 
-from tests.gpu.syncs import no_synchronization
-from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
+from tests.gpu.trainers import MICRO_BATCHES, micro_batches, no_synchronization, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SparseCodec, left_over
 from torchtitan_lr.compression.sketch import SketchCodec

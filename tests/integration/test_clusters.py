@@ -44,35 +44,32 @@ exit 4
 SAVES = "echo $$ >$CALLS.srun; trap 'exit 0' USR2; kill -USR1 $PPID; while :; do sleep 0.1; done"
 
 
+def write_command(path, body):
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def submit(tmp_path):
     def run(ending, **variables):
         for name, body in COMMANDS.items():
-            command = tmp_path / name
-            command.write_text(f"#!/usr/bin/env bash\n{body}\n")
-            command.chmod(0o755)
+            write_command(tmp_path / name, body.replace("$ENDING", ending))
         calls = tmp_path / "calls"
         calls.write_text("")
-        script = COMMANDS["srun"].replace("$ENDING", ending)
-        (tmp_path / "srun").write_text(f"#!/usr/bin/env bash\n{script}\n")
         granted = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "70042"}
-        granted |= {
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_CPUS_PER_TASK": "64",
-            "EXCLUDED": "(null)",
-        }
-        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
+        granted |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
+        told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
+        told["EXCLUDED"] = "(null)"
         done = subprocess.run(
             ["bash", SBATCH, "--training.steps=5"],
-            env=environment() | granted | path | variables,
+            env=environment() | granted | told | variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=60,
             cwd=tmp_path,
         )
-        log = tmp_path / "log"
-        log.write_text(done.stdout)
+        (tmp_path / "log").write_text(done.stdout)
         return done.returncode, calls.read_text().splitlines()
 
     return run
@@ -107,8 +104,7 @@ def test_a_slurm_job_returns_when_it_should(submit, tmp_path, ending, variables,
     assert found == status, calls
     assert ("requeue 70042" in calls) == requeued
     restart, nodes = variables.get("SLURM_RESTART_COUNT", "0"), variables.get("NNODES", "2")
-    ranks = variables.get("NGPU", "8")
-    gpus = variables.get("SLURM_GPUS_ON_NODE", "8")
+    ranks, gpus = (variables.get(name, "8") for name in ("NGPU", "SLURM_GPUS_ON_NODE"))
     ends = f"NNODES={nodes} NGPU={ranks} GPUS={gpus} n1:20042 70042-{restart} "
     assert calls[0].endswith(ends)
     assert f" --kill-on-bad-exit={int(nodes == '2')} " in calls[0]
@@ -121,16 +117,12 @@ def test_a_slurm_job_returns_when_it_should(submit, tmp_path, ending, variables,
     assert (undo in (tmp_path / "log").read_text()) == (calls[-1] == told)
 
 
-def test_slurm_runs_the_ranks_in_a_container(submit, tmp_path):
-    _, calls = submit("exit 0", CONTAINER="image.sqsh", CONTAINER_MOUNTS="/data:/data")
+def test_slurm_runs_the_ranks_in_a_container_with_its_interpreter(submit, tmp_path):
+    prints, mount = 'echo "interpreter: $PYTHON" >>$CALLS', {"CONTAINER_MOUNTS": "/data:/data"}
     mounts = f"--container-mounts={tmp_path}:{tmp_path},/data:/data"
-    assert f"--container-image=image.sqsh {mounts} --container-workdir={tmp_path}" in calls[0]
-
-
-def test_slurm_takes_the_interpreter_of_an_image(submit):
-    prints = 'echo "interpreter: $PYTHON" >>$CALLS'
     for given, used in ({}, "/workspace/.venv/bin/python"), ({"PYTHON": "python3"}, "python3"):
-        _, calls = submit(prints, CONTAINER="image.sqsh", **given)
+        _, calls = submit(prints, CONTAINER="image.sqsh", **mount, **given)
+        assert f"--container-image=image.sqsh {mounts} --container-workdir={tmp_path}" in calls[0]
         assert calls[-1] == f"interpreter: {used}"
 
 
@@ -152,9 +144,7 @@ def pod(tmp_path):
     shutil.copy(ROOT / "scripts/k8s/train.sh", script)
 
     def start(body, state):
-        launcher = tmp_path / "run_llama_train.sh"
-        launcher.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        launcher.chmod(0o755)
+        write_command(tmp_path / "run_llama_train.sh", body)
         env = environment() | {"RUN_FOLDER": str(tmp_path), "STATE": state}
         return subprocess.Popen([script, "--training.steps=5"], env=env)
 
@@ -191,12 +181,11 @@ def test_the_numbers_of_the_kubernetes_job_agree():
     granted = container["resources"]["limits"]["nvidia.com/gpu"]
     assert given["NGPU"] == given["TORCHTITAN_LR_GPUS"] == granted
     # Each action but the last one counts: to Ignore a status would create its pod for ever.
-    *counted, ignored = spec["podFailurePolicy"]["rules"]
-    assert {each["action"] for each in counted} == {"FailJob"} and "onExitCodes" not in ignored
+    ends, ignored = spec["podFailurePolicy"]["rules"]
+    assert ends["action"] == "FailJob" and "onExitCodes" not in ignored
+    assert ends["onExitCodes"]["values"] == [EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED]]
     name = job["metadata"]["name"]
     assert given["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
-    ends = spec["podFailurePolicy"]["rules"][0]
-    assert ends["onExitCodes"]["values"] == [EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED]]
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert policy["spec"]["podSelector"]["matchLabels"] == spec["template"]["metadata"]["labels"]

@@ -1,5 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/first_contact.sh``: its report, where parts pass, fail and take too long."""
+"""``scripts/first_contact.sh``: its report, where parts pass, fail and take too long.
+
+A rehearsal of the table at 60M, on a CPU with the debug model, is the last test.
+"""
 
 import gzip
 import json
@@ -11,7 +14,8 @@ import pytest
 
 from scripts import first_contact
 from scripts.first_contact import Contact, hidden_share
-from tests.integration.runs import ROOT, environment, wait_until_gone
+from scripts.research.gpu_60m import REHEARSAL, Race, main
+from tests.integration.runs import ROOT, environment, run, wait_until_gone
 from torchtitan_lr.costs.hardware import load_hardware
 
 KERNELS = [  # name, begin and duration in microseconds
@@ -98,3 +102,38 @@ def test_the_rehearsal_passes(tmp_path):
     assert "all rows agree with the formulas" in page and "not on CPUs" in page
     machine = load_hardware(str(out / "here.toml"))
     assert machine.intra_node_gbytes_per_s > 0 and "modelled: " in page
+
+
+@pytest.mark.nightly
+def test_a_rehearsal_ends_with_all_curves_and_names_what_is_cut_off(tmp_path):
+    command = [sys.executable, "-m", "scripts.research.gpu_60m"]
+    common = [f"--work={tmp_path}", "--small", "--device=cpu", "--seconds=3000"]
+    for part in ("corpus", "tokens", "run"):
+        done = run([*command, part, *common])
+        assert done.status == 0, done.everything
+    out = tmp_path / "gpu_60m.json"
+    found = json.loads(out.read_text())
+    listed = json.loads((tmp_path / "corpus.json").read_text())
+    assert found["corpus"] == listed and listed["files"] == REHEARSAL.files
+    assert len(found["runs"]) == 7
+    for each in found["runs"].values():
+        assert each["status"] == "finished" and 5 < each["val_loss"] < 7  # ln 512 is 6.2
+        assert [step for step, _ in each["curve"]] == [1, 2, 3, 4]
+
+    race = Race(tmp_path, out, REHEARSAL)
+    race.plan.experiment = race.with_steps(found["steps"])
+    race.points = race.plan.points(race.plan.searched({}))
+    assert len(race.points) == 7
+    point = tmp_path / "runs" / race.points[-1].name / "point.json"
+    point.write_text(point.read_text().replace('"status": "finished"', '"status": "stopped"'))
+    race.write()
+    states = [run["status"] for run in json.loads(out.read_text())["runs"].values()]
+    assert states == ["finished"] * 6 + ["cut off"]
+
+
+def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["run", f"--work={tmp_path}"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --device: got 'cuda', expected cpu with --small: this machine shows no GPU\n"
+    )

@@ -10,6 +10,7 @@ show: a tensor that is used after its memory was given to another one.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.trainer import Trainer
 
 HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
@@ -173,13 +175,20 @@ class Recorder:
         return loss, replay
 
 
-STEPS = 6  # two eager ones, the capture, two replays, a comparison
+def recorded(why_eager: str = "") -> AbstractContextManager[Any]:
+    """Let trainers record their passes on a CPU, if nothing is against it."""
+    functions: dict[str, Any] = {"CudaCapture": Recorder, "why_eager": lambda *_: why_eager}
+    return patch.multiple(trainer_module, **functions)
 
 
-def trained(
-    trainer: Trainer, batches: Callable[[int], Iterable[Any]], steps: int = STEPS
-) -> list[Tensor]:
-    """Take steps on batches by number; return their losses, and the weights behind them."""
+def trained(trainer: Trainer, batches: Callable[[int], Iterable[Any]]) -> tuple[list[Tensor], int]:
+    """Take steps on batches by number.
+
+    Return their losses and the weights behind them, and the number of captured passes.
+    """
+    steps = 6  # two eager ones, the capture, two replays, a comparison
+    if trainer.job_config.optimizer.name == "TSRAdam":
+        steps += 4  # it refreshes in the first step, and in the sixth
     losses = []
     for step in range(steps):
         trainer.step = step + 2  # the first is logged
@@ -187,4 +196,5 @@ def trained(
         trainer.train_step(iter(batches(step)))
         losses.append(trainer.loss.cpu().clone())
     parameters = [p for part in trainer.model_parts for p in part.parameters()]
-    return losses + [local_part(p).detach().cpu().clone() for p in parameters]
+    weights = [local_part(p).detach().cpu().clone() for p in parameters]
+    return losses + weights, 0 if trainer.graph is None else len(trainer.graph.passes)

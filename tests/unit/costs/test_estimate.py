@@ -240,12 +240,9 @@ def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys, tmp_path):
     """On the GPUs of a shipped file."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert train.gpu_name() == ""
-    config = build_job_config(
-        [f"--job.config_file={DEBUG}", ONE, "--training.global_batch_size=-1"]
-    )
-    placed = SimpleNamespace(
-        config=config, environment=SimpleNamespace(world_size=1), device="cuda"
-    )
+    options = [f"--job.config_file={DEBUG}", ONE, "--training.global_batch_size=-1"]
+    config, alone = build_job_config(options), SimpleNamespace(world_size=1)
+    placed = SimpleNamespace(config=config, environment=alone, device="cuda")
 
     def told(name):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{name}'\necho 'Another'\n")
@@ -253,10 +250,8 @@ def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys, tmp_path):
         train.tell_modelled(placed)
         return capsys.readouterr().out
 
-    assert re.match(
-        r"H200 SXM, NVLink, modelled: [\d.e-]+ days, \d+% MFU, \d+% of 141 GiB\n$",
-        told("NVIDIA H200"),
-    )
+    line = r"H200 SXM, NVLink, modelled: [\d.e-]+ days, \d+% MFU, \d+% of 141 GiB\n$"
+    assert re.match(line, told("NVIDIA H200"))
     assert told("Tesla T4") == told("") == ""
     placed.device = "cpu"
     assert told("NVIDIA H200") == ""

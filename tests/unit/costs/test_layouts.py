@@ -36,11 +36,7 @@ def test_every_row_is_an_estimate(estimate, capsys):
         degrees = dict(part.split() for part in row["layout"].split(", "))
         keys = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
         keys["replicas"] = "data_parallel_replicate"
-        own = [
-            f"--parallelism.{keys[name]}_degree={degree}"
-            for name, degree in degrees.items()
-            if name in keys
-        ]
+        own = [f"--parallelism.{keys[k]}_degree={degrees[k]}" for k in keys if k in degrees]
         local = row["microbatch"] * (row["microbatches"] if "pp" in degrees else 1)
         own += [f"--training.local_batch_size={local}"]
         own += [f"--parallelism.pipeline_parallel_microbatch_size={row['microbatch']}"]

@@ -207,18 +207,18 @@ def test_every_number_of_machines_must_fit(gpus):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("option", "told"),
     [
-        ([f"{BATCH}=-1"], r"global_batch_size: got -1, .* with NNODES=2:4: -1 depends on"),
-        ([f"{BATCH}=12", "--checkpoint.no_enable"], r"checkpoint.enable: .* MAX_RESTARTS=1"),
-        ([f"{BATCH}=12", "--checkpoint.load_only"], r"load_only: got True, expected false with"),
-        ([f"{BATCH}=12", "--checkpoint.load_step=3"], r"load_step: got 3, expected -1 with MAX"),
+        (f"{BATCH}=-1", r"global_batch_size: got -1, .* with NNODES=2:4: -1 depends on"),
+        ("--checkpoint.no_enable", r"checkpoint.enable: .* MAX_RESTARTS=1"),
+        ("--checkpoint.load_only", r"load_only: got True, expected false with"),
+        ("--checkpoint.load_step=3", r"load_step: got 3, expected -1 with MAX"),
     ],
 )
-def test_what_could_not_go_on(gpus, arguments, told):
+def test_what_could_not_go_on(gpus, option, told):
     gpus(0)
     with pytest.raises(ConfigError, match=told):
-        on_machines(TWO_TO_FOUR, *arguments)
+        on_machines(TWO_TO_FOUR, f"{BATCH}=12", option)
     # One start of a fixed number of machines may be so; it looks for the step by itself.
     if "load_step" not in told:
-        on_machines(replace(TWO_TO_FOUR, min_nodes=None, max_restarts=0), *arguments)
+        on_machines(replace(TWO_TO_FOUR, min_nodes=None, max_restarts=0), f"{BATCH}=12", option)

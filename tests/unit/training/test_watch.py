@@ -5,7 +5,6 @@ import math
 import random
 
 import pytest
-import torch.distributed as dist
 
 from torchtitan_lr.training import history
 from torchtitan_lr.training.watch import Watch
@@ -14,10 +13,8 @@ LOSS, SPEED = history.TRAIN_LOSS, history.TOKENS_PER_S
 
 
 @pytest.fixture
-def watch(tmp_path):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Watch([], False, 1)
-    dist.destroy_process_group()
+def watch(one_rank):
+    return Watch([], False, 1)
 
 
 def told(watch, **series):
@@ -47,9 +44,8 @@ def test_a_loss_that_jumps_is_told_once_and_again_after_it_was_right(watch):
     assert told(Watch([], False, 1), losses=[11.0, 14.0, *FALLING]) == []
     # Nor the noise of small losses.
     rng = random.Random(0)
-    assert (
-        told(Watch([], False, 1), losses=[0.05 * rng.uniform(0.7, 1.3) for _ in range(2000)]) == []
-    )
+    small = [0.05 * rng.uniform(0.7, 1.3) for _ in range(2000)]
+    assert told(Watch([], False, 1), losses=small) == []
 
 
 def test_a_speed_that_falls_and_stays_low_is_told_once(watch):
