@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The launcher, with a small real program in place of the training (TRAIN_FILE)."""
 
+import time
+
 from tests.integration import runs
 from tests.integration.runs import ROOT
 
@@ -94,7 +96,9 @@ class Launch(runs.Process):
         return paths
 
     def wait_for_ranks(self):
-        return [int(path.read_text()) for path in self.wait_for("pid")]
+        pids = [int(path.read_text()) for path in self.wait_for("pid")]
+        time.sleep(1)  # until the launcher too knows that all have started
+        return pids
 
     def saved(self):
         return sorted(path.name for path in self.folder.glob("saved*"))

@@ -302,7 +302,7 @@ def test_a_tokenizer_that_never_ends_is_stopped(tmp_path, number, record):
         assert process.poll() is None
         process.send_signal(number)
         try:
-            assert process.wait(10) == -number
+            assert process.wait(60) == -number
         finally:
             process.kill()
 
