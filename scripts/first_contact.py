@@ -4,6 +4,7 @@
 import argparse
 import gzip
 import json
+import math
 import os
 import platform
 import signal
@@ -12,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtitan_lr.checkpoints.run_record import commit
 from torchtitan_lr.console.terminal import text_table
 
 TRAIN = [sys.executable, "-m", "torchtitan_lr", "train"]
@@ -32,12 +35,16 @@ class Contact:
     ranks: int
     small: bool  # a rehearsal: CPU processes, and the debug model in the place of the large one
     out: Path
+    deadline: float = math.inf  # of the part that runs, on the clock of `time.monotonic`
     failed: list[str] = field(default_factory=list)
 
-    def run(self, command: list[str], ranks: int, limit: float) -> str:
+    def run(self, command: list[str], ranks: int) -> str:
         """Run a command of the package on some ranks; return its output, which a log has too."""
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.small else {}
         environment = os.environ | {"NGPU": str(ranks), "OMP_NUM_THREADS": "1"} | hidden
+        left = None if math.isinf(self.deadline) else self.deadline - time.monotonic()
+        if left is not None and left <= 0:  # the rows of a part go on after one that took it all
+            raise TimeoutError("its part's time is over")
         with (self.out / "commands.log").open("a+") as log:
             print(f"$ NGPU={ranks} {' '.join(command)}", file=log, flush=True)
             begins = log.tell()
@@ -45,24 +52,42 @@ class Contact:
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
             try:
-                status = process.wait(timeout=limit)
+                status = process.wait(timeout=left)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                raise
+                raise TimeoutError("its part's time is over") from None
+            finally:
+                end(process)  # Ctrl-C did not reach it
             log.seek(begins)
             said = log.read().strip()
         if status:
             raise RuntimeError(f"status {status}: {said.splitlines()[-1] if said else ''}")
         return said
 
-    def trained(self, config: str, name: str, ranks: int, limit: float, *more: str) -> list[Any]:
+    def trained(self, config: str, name: str, ranks: int, *more: str) -> list[Any]:
         """Train in a folder of the report; return the records of its steps."""
         folder = self.out / name
         options = [f"--job.dump_folder={folder}", *QUIET, *more]
-        self.run([*TRAIN, config, *options], ranks, limit)
+        self.run([*TRAIN, config, *options], ranks)
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         return [row for row in map(json.loads, lines) if "loss_metrics/global_avg_loss" in row]
+
+    def row(self, name: str, cells: Callable[[], list[str]]) -> list[str]:
+        """Return a row of a table, which says so where its two cells cannot be had."""
+        try:
+            return [name, *cells()]
+        except (RuntimeError, OSError, ValueError, KeyError) as error:  # the other rows follow
+            self.failed.append(f"{name}: {error}")
+            return [name, "FAILED", "-"]
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process if it runs; on SIGTERM the launcher and torchrun end their ranks."""
+    process.terminate()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def layouts(ranks: int) -> Iterator[tuple[str, list[str]]]:
@@ -84,26 +109,30 @@ def parity(contact: Contact) -> str:
     fixed = ["--training.steps=5", "--training.global_batch_size=16", "--validation.no_enable"]
     fixed += ["--checkpoint.no_enable", *FP32, f"{P}pipeline_parallel_microbatch_size=1"]
     single = [f"{P}tensor_parallel_degree=1", f"{P}data_parallel_replicate_degree=1"]
-    one = contact.trained("debug_cola", "parity/one", 1, 90, *fixed, *single)
-    rows = []
-    for name, overrides in layouts(contact.ranks):
-        local = f"--training.local_batch_size={max(1, 16 // contact.ranks)}"
+    one = contact.trained("debug_cola", "parity/one", 1, *fixed, *single)
+    local = f"--training.local_batch_size={max(1, 16 // contact.ranks)}"
+
+    def furthest(name: str, overrides: list[str]) -> list[str]:
         folder = "parity/" + name.replace(", ", "-").replace(" ", "")
-        found = contact.trained("debug_cola", folder, contact.ranks, 90, *fixed, *overrides, local)
-        furthest = []
+        found = contact.trained("debug_cola", folder, contact.ranks, *fixed, *overrides, local)
+        far = []
         for key in ("loss_metrics/global_avg_loss", "grad_norm"):
             pairs = zip(one, found, strict=True)
-            furthest.append(max(abs(a[key] - b[key]) / abs(a[key]) for a, b in pairs))
-        rows.append([name, *(f"{x:.1e}" for x in furthest)])
-        if max(furthest) > 1e-4:
+            far.append(max(abs(a[key] - b[key]) / abs(a[key]) for a, b in pairs))
+        if not max(far) < 1e-4:
             contact.failed.append(f"{name} differs from one device")
+        return [f"{x:.1e}" for x in far]
+
+    rows = []
+    for name, overrides in layouts(contact.ranks):
+        rows.append(contact.row(name, partial(furthest, name, overrides)))
     return text_table(["5 steps, fp32, relative", "loss", "gradient norm"], rows)
 
 
 def counted(contact: Contact) -> str:
     """Compare the bytes of a step with the formulas."""
     command = [sys.executable, "-m", "torchtitan_lr", "measure-comm", "debug_cola"]
-    said = contact.run(command, contact.ranks, 90)
+    said = contact.run(command, contact.ranks)
     return "all rows agree with the formulas\n" + said.splitlines()[-1]
 
 
@@ -112,9 +141,15 @@ def bandwidths(contact: Contact) -> str:
     file = contact.out / "here.toml"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={contact.ranks}", "-m", "scripts.bench.calibrate"]
-    contact.run([*command, "--out", str(file)], contact.ranks, 240)
+    # Messages as large as those of a large model; a tensor beyond the cache of a GPU.
+    size = ["--megabytes=4", "--repeats=3"] if contact.small else ["--megabytes=256"]
+    contact.run([*command, *size, "--out", str(file)], contact.ranks)
     lines = [line for line in file.read_text().splitlines() if "=" in line]
-    return "\n".join([*lines, f"use it: torchtitan-lr estimate CONFIG --hardware {file}"])
+    lines.append("inter_node_gbytes_per_s is assumed to be that within this machine")
+    estimate = [sys.executable, "-m", "torchtitan_lr", "estimate", model(contact)]
+    estimate += [f"--world={contact.ranks}", f"--hardware={file}", *large(contact)]
+    said = contact.run(estimate, 1).splitlines()[-1]
+    return "\n".join([*lines, f"torchtitan-lr estimate {model(contact)} --hardware {file}:", said])
 
 
 def hidden_share(trace: Path) -> tuple[float, float]:
@@ -152,17 +187,30 @@ def overlap(contact: Contact) -> str:
     """Profile a step of the large model under FSDP, and under BTP."""
     if contact.small:
         return "not on CPUs: gloo's messages are no kernels"
-    rows = []
-    for tp in (1, 2):
+
+    def profiled(tp: int) -> list[str]:
         profile = ["--profiling.enable_profiling", "--profiling.profile_freq=8"]
         more = [*large(contact), f"{P}tensor_parallel_degree={tp}", "--training.steps=9", *profile]
         more.append("--checkpoint.no_enable")  # a save's messages are no part of a step
-        contact.trained("cola_1b", f"overlap/tp{tp}", contact.ranks, 150, *more)
+        contact.trained(model(contact), f"overlap/tp{tp}", contact.ranks, *more)
         folder = contact.out / f"overlap/tp{tp}"
         (trace,) = folder.rglob("*rank0_trace.json*")
         seconds, share = hidden_share(trace)
-        rows.append([f"tp {tp}", f"{seconds:.3f}", f"{share:.0%}"])
+        return [f"{seconds:.3f}", f"{share:.0%}"]
+
+    rows = [contact.row(name_of(contact, tp), partial(profiled, tp)) for tp in (1, 2)]
     return text_table(["cola 1B_boost", "communication (s)", "beside computation"], rows)
+
+
+def name_of(contact: Contact, tp: int) -> str:
+    """Return the name of a layout of the large model."""
+    shard = f"fsdp {contact.ranks // tp}"
+    return shard if tp == 1 else "btp 2" + f", {shard}" * (contact.ranks > 2)
+
+
+def model(contact: Contact) -> str:
+    """Return the name of the large model's configuration."""
+    return "debug_cola" if contact.small else "cola_1b"
 
 
 def large(contact: Contact) -> list[str]:
@@ -175,29 +223,36 @@ def large(contact: Contact) -> list[str]:
 
 
 def resumed(contact: Contact) -> str:
-    """Train 20 steps, and go on to 30 with tensor parallelism over two ranks."""
-    config = "debug_cola" if contact.small else "cola_1b"
-    fixed = [*large(contact), "--checkpoint.interval=10", "--lr_scheduler.total_steps=30"]
-    one, two = (f"{P}tensor_parallel_degree={tp}" for tp in (1, 2))
-    contact.trained(config, "resume", contact.ranks, 200, *fixed, one, "--training.steps=20")
-    rows = contact.trained(config, "resume", contact.ranks, 200, *fixed, two, "--training.steps=30")
+    """Train to two thirds of the steps, and go on with tensor parallelism over two ranks."""
+    steps = 9 if contact.small else 30
+    first = steps * 2 // 3
+    fixed = [*large(contact), "--checkpoint.interval=1000", f"--lr_scheduler.total_steps={steps}"]
+    for tp, last in ((1, first), (2, steps)):
+        more = [f"{P}tensor_parallel_degree={tp}", f"--training.steps={last}"]
+        rows = contact.trained(model(contact), "resume", contact.ranks, *fixed, *more)
     losses = [row["loss_metrics/global_avg_loss"] for row in rows]
-    if not losses[-1] < losses[0]:
-        contact.failed.append("the loss did not fall")
-    speeds = [row.get("throughput/tokens_per_s", 0.0) for row in rows]
-    return (
-        f"loss {losses[0]:.4f} at step 1, {losses[19]:.4f} at 20, {losses[-1]:.4f} at 30; "
-        f"tokens/s {speeds[18]:,.0f} with fsdp {contact.ranks}, {speeds[-1]:,.0f} with tp 2"
-    )
+    if len(rows) != steps:
+        raise RuntimeError(f"{len(rows)} steps are logged, not {steps}: it did not resume")
+    if not 2 * losses[first] < losses[0] + losses[first - 1]:
+        contact.failed.append(f"step {first + 1} has not the loss of a run that goes on")
+    speeds = [row["throughput/tokens_per_s"] for row in rows]
+    table = []
+    for tp, last in ((1, first), (2, steps)):
+        cells = [f"{losses[last - 1]:.4f} at step {last}", f"{speeds[last - 1]:,.0f} tokens/s"]
+        table.append([name_of(contact, tp), *cells])
+    head = [f"{model(contact)}: {losses[0]:.4f} at step 1", "loss", "speed"]
+    return text_table(head, table)
 
 
-PARTS: dict[str, Callable[[Contact], str]] = {
-    "Every layout trains as one device does": parity,
-    "Bytes are those of the formulas": counted,
-    "This machine": bandwidths,
-    "A run resumes in another layout": resumed,
-    "What hides behind computation": overlap,
+# With the seconds that each may take on GPUs: ten minutes in all.
+PARTS: dict[str, tuple[Callable[[Contact], str], float]] = {
+    "Every layout trains as one device does": (parity, 180),
+    "Bytes are those of the formulas": (counted, 40),
+    "This machine": (bandwidths, 90),
+    "A run resumes in another layout": (resumed, 160),
+    "What hides behind computation": (overlap, 130),
 }
+SLOWER = 5  # times as long on a CPU
 
 
 def machine(contact: Contact) -> str:
@@ -205,12 +260,7 @@ def machine(contact: Contact) -> str:
     device = platform.processor() or platform.machine()
     if not contact.small:
         device = torch.cuda.get_device_name()
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return (
-        f"{contact.ranks} x {device}; torch {torch.__version__}; commit {revision.stdout.strip()}"
-    )
+    return f"{contact.ranks} x {device}; torch {torch.__version__}; commit {commit()}"
 
 
 def main() -> int:
@@ -222,22 +272,25 @@ def main() -> int:
     # The largest power of two: the ranks share 16 rows.
     ranks = 4 if args.small else min(8, 1 << torch.cuda.device_count().bit_length() >> 1)
     if ranks < 2:
-        parser.error("this machine has less than two GPUs; --small rehearses on CPUs")
+        parser.error("this machine has fewer than two GPUs; --small rehearses on CPUs")
     if args.out.exists():
         parser.error(f"{args.out} is there; --out names another folder")
     args.out.mkdir(parents=True)
     contact = Contact(ranks, args.small, args.out)
     page = [f"# First contact\n\n{machine(contact)}\n"]
-    for title, part in PARTS.items():
-        began = time.time()
+    for title, (part, seconds) in PARTS.items():
+        began = time.monotonic()
+        contact.deadline = began + seconds * (SLOWER if contact.small else 1)
         try:
             text = part(contact)
         except Exception as error:  # the other parts run
             text = f"FAILED: {type(error).__name__}: {error}"
-            contact.failed.append(title)
-        page.append(f"## {title}\n\n```text\n{text}\n```\n\n{time.time() - began:.0f} s\n")
+            contact.failed.append(f"{title}: {error}")
+        page.append(f"## {title}\n\n```text\n{text}\n```\n\n{time.monotonic() - began:.0f} s\n")
         print(page[-1], flush=True)
-        (args.out / "report.md").write_text("\n".join(page))
+        (args.out / "report.md").write_text("\n".join(page))  # so far
+    page.append("\n".join(contact.failed) or "All parts passed.")
+    (args.out / "report.md").write_text("\n".join(page) + "\n")
     print(f"{args.out / 'report.md'}: {', '.join(contact.failed) or 'all parts passed'}")
     return 1 if contact.failed else 0
 

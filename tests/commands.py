@@ -28,3 +28,10 @@ class Command:
         except SystemExit as end:
             status = end.code
         return status, *capsys.readouterr()
+
+    def refusal(self, capsys: Any, *argv: Any) -> str:
+        """Return the one line that a refused command prints."""
+        capsys.readouterr()
+        status, out, err = self.ask(capsys, *argv)
+        assert (status, out) == (2, "") and err.count("\n") == 1, err
+        return err

@@ -103,9 +103,6 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self):
-        self.send_signal(signal.SIGKILL)
-
 
 def serve(control):
     """Forks every program that is requested, until the requesting process has ended."""

@@ -125,7 +125,7 @@ class SoapCost(MatrixCost):
         flops = sum(4 * 2 * m.r**2 * m.local_columns(ranks) for m in matrices)
         passes = 12 * self.wide * sum(a * b for a, b in own.values())
         traffic = passes + self.adamw_traffic(others)
-        return Work(flops=flops, traffic=traffic, kernels=4 * len(matrices))
+        return Work({(flops, 0.0): 1}, traffic=traffic, kernels=4 * len(matrices))
 
 
 def check(config, world_size, device_type):

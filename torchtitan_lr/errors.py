@@ -66,6 +66,10 @@ class DataError(ConfigError):
     """Unreadable training text; ``got`` is the file, with the line number for line formats."""
 
 
+class LostDeviceError(ConfigError):
+    """A machine has fewer devices than ranks; on another one the same run may start."""
+
+
 class RunFailedError(RuntimeError):
     """A run ended with an error, at a rank (None for the one that raises) and a step, if known."""
 

@@ -9,6 +9,7 @@ tensor.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
 from typing import Any
 
@@ -85,15 +86,68 @@ def rounded_once(weights: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list
             weight.copy_(wide)
 
 
+_SPLITS: ContextVar[bool] = ContextVar("splits", default=False)
+
+
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Let products of fp32 matrices keep fp32's digits, also where the run allows TF32."""
+def exact_products(split: bool = False) -> Iterator[None]:
+    """Let products of fp32 matrices keep fp32's digits, also where the run allows TF32.
+
+    With ``split`` those of `sides` have 16 of the 24 bits.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
+    token = _SPLITS.set(split)
     try:
         yield
     finally:
+        _SPLITS.reset(token)
         torch.set_float32_matmul_precision(before)
+
+
+def sides(x: Tensor, symmetric: bool = False) -> tuple[Tensor, Tensor]:
+    """Return what stands for x (..., m, k) on the left of a product, and for xᵀ on the right.
+
+    By rounding a ``symmetric`` x differs from xᵀ: on the right stands x itself, but not if products
+    are split. Then x = hi + lo in bf16, and both are views of [hi hi lo hi] (..., m, 4k): of the
+    first three blocks, and of the last three. So one product of width 3k is hi hi + hi lo + lo hi.
+    """
+    if not _SPLITS.get() or x.dtype != torch.float32:
+        return x, x if symmetric else x.mT
+    k = x.shape[-1]
+    if x.stride(-1) == 1:
+        blocks = x.new_empty((*x.shape[:-1], 4 * k), dtype=torch.bfloat16)
+    else:  # as x lies in memory
+        blocks = x.mT.new_empty((*x.mT.shape[:-2], 4 * k, x.shape[-2]), dtype=torch.bfloat16).mT
+    blocks.unflatten(-1, (4, k)).copy_(x.unsqueeze(-2))
+    torch.sub(x, blocks.narrow(-1, 0, k), out=blocks.narrow(-1, 2 * k, k))
+    return blocks.narrow(-1, 0, 3 * k), blocks.narrow(-1, k, 3 * k).mT
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of one matrix's left side and another one's right side, in fp32."""
+    if left.dtype != torch.bfloat16 or not _SPLITS.get():
+        return left @ right
+    if left.device.type == "cpu":  # the same numbers: in fp32 a product of two in bf16 is exact
+        return left.float() @ right.float()
+    multiply: Any = torch.mm if left.ndim == 2 else torch.bmm
+    total: Tensor = multiply(left, right, out_dtype=torch.float32)
+    return total
+
+
+def plus_product(term: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return β term + α left right, of stacks (b, m, n)."""
+    if left.dtype == term.dtype:
+        return torch.baddbmm(term, left, right, beta=beta, alpha=alpha)
+    return (beta * term).add_(product(left, right), alpha=alpha)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+    """Add α left right to a matrix (m, n)."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, alpha=alpha)
+    else:
+        total.add_(product(left, right), alpha=alpha)
 
 
 class HostCopy:

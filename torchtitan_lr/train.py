@@ -32,20 +32,12 @@ with collector_off():
 
 from torchtitan_lr.agreement import done_by_first
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.compat.process_groups import write_flight_record
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
-from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
-from torchtitan_lr.launch import run_folder
-from torchtitan_lr.launch.placement import gpu_count, launched_ranks
-from torchtitan_lr.launch.run_folder import (
-    HELD_VARIABLE,
-    check_ours,
-    check_shared,
-    is_held,
-    locked,
-    taken,
-)
+from torchtitan_lr.errors import ConfigError, LostDeviceError, describe_error, escaped
+from torchtitan_lr.launch import placement, run_folder
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -70,21 +62,21 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     config = build_job_config(argv)
     init_console(config.metrics.verbose)
     device_type = bind_device()
-    ranks, devices = launched_ranks(config.comm.mode), gpu_count()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    # A machine that has lost one: restarts would fail in the same way.
-    want = f"less than {devices}, the number of GPUs that this rank sees"
-    require(not devices or local < devices, "LOCAL_RANK", local, want)
+    ranks, devices = placement.launched_ranks(config.comm.mode), placement.gpu_count()
+    # Without the launcher nobody says how many: only its own number is compared.
+    own = int(os.environ.get("LOCAL_RANK", "0")) + 1 if devices else 0
+    if (needed := int(os.environ.get(placement.GPUS_VARIABLE) or own)) > devices:
+        raise LostDeviceError("NGPU", needed, placement.fewer(devices))
     folder = config.job.dump_folder
 
     def check() -> str:
-        if is_held(folder):  # what a check would find changes while that job trains
-            raise taken(folder)
+        if run_folder.is_held(folder):  # what a check would find changes while that job trains
+            raise run_folder.taken(folder)
         check_job_config(config, ranks, device_type, data="find")
-        return until.enter_context(locked(folder))  # here, so that all ranks hear of a refusal
+        return until.enter_context(run_folder.locked(folder))  # all ranks hear of a refusal
 
     def prepare(signed: str) -> dict[str, str]:
-        check_shared(folder, signed)
+        run_folder.check_shared(folder, signed)
         return prepare_for_ranks(config)
 
     def check_tokens() -> None:
@@ -109,8 +101,8 @@ def checked_once(
     dump folder is shared. `check` returns the signature in its lock, and `prepare`, called with
     that, environment variables.
     """
-    if HELD_VARIABLE in os.environ:
-        return os.environ[HELD_VARIABLE]
+    if run_folder.HELD_VARIABLE in os.environ:
+        return os.environ[run_folder.HELD_VARIABLE]
     store, rank, ranks = next(torch.distributed.rendezvous("env://"))
     _stores.append(store)
     key = f"check/{ranks}"  # another number of ranks, after a machine is lost, is checked anew
@@ -131,7 +123,7 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
     try:
         trainer = trainer_class(config)
         if os.environ.get("RANK", "0") == "0":
-            trainer.checkpointer.before_save = partial(check_ours, folder, signed)
+            trainer.checkpointer.before_save = partial(run_folder.check_ours, folder, signed)
         trainer.before_start = partial(record, run_folder.RUNNING)
         trainer.train()
         state, why = run_folder.FINISHED, ""
@@ -142,12 +134,17 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
         state, why = tell(error)
         step = getattr(error, "step", None) or getattr(trainer, "step", None)
         record(state, why, getattr(error, "rank", None), step)
+        if state == run_folder.FAILED:
+            write_flight_record()
     status = run_folder.EXIT_STATUS[state]
     if trainer is not None:
         trainer.metrics_processor.exit_status = status
         # A run that has failed has told why; what fails in its wake is no news.
         with suppress(Exception) if status else nullcontext():
             trainer.close()
+    if state != run_folder.FAILED:  # nobody has a hang to write of
+        with suppress(OSError):  # another rank was first
+            os.rmdir(os.path.join(folder, config.comm.save_traces_folder))
     if status == 0:
         torch.distributed.destroy_process_group()
     return status
@@ -158,7 +155,8 @@ def tell(error: Exception) -> tuple[str, str]:
     state = run_folder.DIVERGED if isinstance(error, NonFiniteError) else run_folder.FAILED
     why = describe_error(error)
     if isinstance(error, ConfigError):
-        state, why = run_folder.REFUSED, str(error)
+        is_lost = isinstance(error, LostDeviceError)
+        state, why = run_folder.LOST if is_lost else run_folder.REFUSED, str(error)
     elif why is None:  # only a bug raises it
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -188,7 +186,7 @@ def record_state(
         rank = here if state == run_folder.FAILED and rank is None else rank
         # A folder that is no longer this run's ends it, unless another error has.
         with suppress(ConfigError) if fails else nullcontext():
-            check_ours(folder, signed)
+            run_folder.check_ours(folder, signed)
             run_folder.write_state(folder, state, error, rank, step, began)
 
 

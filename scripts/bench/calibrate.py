@@ -154,9 +154,14 @@ CACHED = 1e15
 """Bytes per second of products whose bytes take no time that can be seen."""
 
 
+def _moved(work: Work) -> float:
+    """Return the bytes of products."""
+    return sum(number * size for (_, size), number in work.products.items())
+
+
 def fit_bandwidth(timed: Timed, launch: float) -> float:
     """Return bytes per second of products, by least squares of modelled over measured time."""
-    rows = torch.tensor([[p.flops / t, p.moved / t] for p, t in timed], dtype=torch.float64)
+    rows = torch.tensor([[p.flops / t, _moved(p) / t] for p, t in timed], dtype=torch.float64)
     rest = torch.tensor([[1 - launch / t] for _, t in timed], dtype=torch.float64)
     scale = rows.norm(dim=0)  # FLOPs and bytes differ by orders of magnitude
     per_flop, per_byte = (torch.linalg.lstsq(rows / scale, rest).solution[:, 0] / scale).tolist()
@@ -170,7 +175,7 @@ def fit_speed(timed: Timed, shapes: Sequence[Shape], memory: float, launch: floa
     A ConfigError says that bytes and launches alone take longer than the products did.
     """
     at_once = [p.flops / t for p, t in timed]
-    share = [1 - (launch + p.moved / memory) / t for p, t in timed]
+    share = [1 - (launch + _moved(p) / memory) / t for p, t in timed]
     inverse = sum(a * b for a, b in zip(at_once, share, strict=True))
     if inverse <= 0:
         sizes = " ".join(f"{m}x{n}x{k}" for m, n, k in shapes)
@@ -244,8 +249,8 @@ def as_toml(machine: Hardware) -> str:
     lines = ["# Written by -m scripts.bench.calibrate; for `torchtitan-lr estimate --hardware`"]
     for field in fields(Hardware):
         value = getattr(machine, field.name)
-        if field.default == value == 0:
-            continue  # it is that of another field
+        if field.default == value and not value:
+            continue  # it is that of another field, or unknown
         if isinstance(value, float):
             value = float(f"{value:.5g}")
         lines.append(f"{field.name} = {json.dumps(value)}")

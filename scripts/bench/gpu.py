@@ -20,7 +20,7 @@ Nothing is fetched. The parts:
     modes     a block of CoLA, compiled by default, with deferred norms, grouped, and autotuned
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
-    split     the same as two calls per chunk, merged by their log-sum-exp, by kernel
+    split     the same by kernel: cuDNN in two calls per chunk, flash in one
     profile   the kernels of one compiled step of CoLA, the longest first
     padded    a compiled step of CoLA and full rank at 1B, whose feed-forward width is odd: padded
               where products use it, and not
@@ -41,6 +41,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,11 @@ from scripts.bench.deferred import defer_norms, group_products
 from scripts.bench.harness import in_turns, machine, median_ms, relative_error, timed_rows
 from scripts.bench.peers import Runner, Workload
 from scripts.bench.spectral import factors_of, our_optimizer
-from scripts.bench.split_attention import CPU, CUDNN, FLASH, split_attention, with_repeated_heads
 from tests.oracle.flops import flops_per_token
 from tests.reference.muon import UsualMuon
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.compat import prefix_attention
 from torchtitan_lr.compat.dispatch import remake_inputs_of_products
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.compression.compressor import Compressor
@@ -328,13 +329,18 @@ def spectral(device: str, small: bool) -> Iterator[Row]:
         "torch.optim.Muon": partial(torch.optim.Muon, lr=1e-4),
         "usual, fp32": partial(UsualMuon, lr=1e-4),
     }
-    for name in (*builds, *RULES):
+    ours = {name: (name, "highest") for name in RULES}
+    for name, rule in RULES.items():
+        if rule.splits:  # as in a run whose model computes in bf16
+            ours[f"{name}, split products"] = name, "high"
+    for name in (*builds, *ours):
         _reset(device)
         factors, pairs = factors_of(flavor, 0, device)
         if name in builds:
             step = builds[name]([*factors.values()]).step
         else:
-            step = our_optimizer(name, factors, pairs).step
+            rule_name, precision = ours[name]
+            step = matmul_precision(precision)(our_optimizer(rule_name, factors, pairs).step)
         row: Row = {"optimizer": name, "flavor": flavor}
         row["ms"] = median_ms(step, device, 3 if small else 10)
         if device == "cuda":
@@ -565,18 +571,15 @@ def _attention_ms(
 
 
 def split(device: str, small: bool) -> Iterator[Row]:
-    """Yield a rank's attention of a shared row by kernel, one call per chunk or two merged ones.
+    """Yield a rank's attention of a shared row by kernel.
 
     ``over_a_share`` is the time times C over the whole row's on one device; ``errors`` are those of
-    output and gradients of q, k and v of the last chunk, relative, to today's call.
+    output and gradients of q, k and v of the last chunk against flash's, or a CPU's with a mask.
     """
     args = FLAVORS["cola"]["debug" if small else "8B"]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     degree, tokens = (4, 64) if small else CONTEXTS[0]
-    kernels = {"CPU": CPU, "CPU, heads repeated": with_repeated_heads(CPU)}
-    if device == "cuda":
-        kernels = {"flash": FLASH, "cuDNN": CUDNN}
-        kernels["cuDNN, heads repeated"] = with_repeated_heads(CUDNN)
+    kernels = ["cudnn", "flash"] if device == "cuda" else ["cpu"]
     _reset(device)
     table = torch.view_as_real(
         build_freqs_cis(args.head_dim, tokens, args.rope_theta, args.rope_scaling)
@@ -585,19 +588,23 @@ def split(device: str, small: bool) -> Iterator[Row]:
         ranks = Ranks.of(init_device_mesh(device, (degree,)))
         own_table = own_chunks(table, ranks, 0)
         inputs = _attention_inputs(args, tokens // degree, device, dtype)
-        calls: dict[str, Callable[[], object]] = {
-            "today": partial(
-                _attend_both, GatheredAttention(ranks, args.head_dim), own_table, *inputs
-            )
-        }
+        calls: dict[str, Callable[[], object]] = {}
         errors: dict[str, list[float]] = {}
         chunk = _chunk_inputs(args, tokens, degree, device, dtype)
-        for name, kernel in kernels.items():
+
+        def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = prefix_attention.prefix_attention(q, k, v)[0]
+            return out
+
+        for name in kernels:
             attention = GatheredAttention(ranks, args.head_dim)
-            attention.to_prefix = partial(split_attention, kernel=kernel)
-            calls[f"two calls, {name}"] = partial(_attend_both, attention, own_table, *inputs)
+            attention.to_prefix = fused
+            calls[name] = partial(_by, name, _attend_both, attention, own_table, *inputs)
             try:
-                errors[f"two calls, {name}"] = _errors(attention.to_prefix, *chunk)
+                expected = _by("flash", _of_chunk, attend_to_prefix, *chunk)  # a CPU has a mask
+                found = _by(name, _of_chunk, fused, *chunk)
+                pairs = zip(found, expected, strict=True)
+                errors[name] = [relative_error(a, b.double()) for a, b in pairs]
             except RuntimeError as error:
                 yield {"how": f"errors of {name}", "failed": str(error)[:160]}
         row_inputs = _attention_inputs(args, tokens, device, dtype)
@@ -639,15 +646,19 @@ def _chunk_inputs(
     return [q, k, v, draw(1, own, heads, width).transpose(1, 2)]
 
 
-def _errors(to_prefix: Callable[..., torch.Tensor], *chunk: torch.Tensor) -> list[float]:
-    """Return the errors of output and gradients, against `attend_to_prefix`."""
+def _by(kernel: str, call: Callable[..., Any], *args: Any) -> Any:
+    def by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, int]:
+        return kernel, 0 if kernel == "flash" else k.shape[-2] - q.shape[-2]
+
+    with patch.object(prefix_attention, "own_kernel", by):
+        return call(*args)
+
+
+def _of_chunk(to_prefix: Callable[..., Any], *chunk: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output and the gradients of q, k and v."""
     q, k, v, upstream = chunk
-    results = []
-    for attention in (to_prefix, attend_to_prefix):
-        out = attention(q, k, v)
-        results.append([out, *torch.autograd.grad(out, (q, k, v), upstream)])
-    pairs = zip(*results, strict=True)
-    return [relative_error(found, expected.double()) for found, expected in pairs]
+    out = to_prefix(q, k, v)
+    return [out, *torch.autograd.grad(out, (q, k, v), upstream)]
 
 
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {

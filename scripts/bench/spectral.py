@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.numerics import product, sides
 from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.rules import gram, inverse_root
@@ -17,7 +18,7 @@ from torchtitan_lr.optim.spectral.rules import gram, inverse_root
 def polar_factor(M: Tensor) -> Tensor:
     """Return the polar factor of M (r, n) from its Gram matrix, in fp32 or wider; 0 for 0."""
     Q = inverse_root(gram(M)[None])[0]
-    return Q @ M.to(Q.dtype)
+    return product(sides(Q)[0], sides(M.to(Q.dtype).mT)[1])
 
 
 Factors = dict[str, nn.Parameter]

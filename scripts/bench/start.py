@@ -1,33 +1,25 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Measure what the start of a run costs, per rank, at many ranks.
+"""Measure what the start of a run costs rank 0, in worlds of many ranks.
 
-    python -m scripts.bench.start launcher [--seconds 20]
-    python -m scripts.bench.start check [--ranks 1024] [CONFIG] [--section.key=value ...]
-    python -m scripts.bench.start first-step [--ranks 8,64,1024] [CONFIG] [--section.key=value ...]
+    python -m scripts.bench.start [--ranks 8,64,1024] [CONFIG] [--section.key=value ...]
 
-``launcher``: files opened, wake-ups and CPU seconds of a launcher that waits for four ranks.
-``check``: what one process reads and how long it takes to check a run, and what a rank needs to
-receive the answer instead. ``first-step``: CPU seconds of rank 0 to its first step, in parts, in a
-world of torch's fake backend, whose collectives cost nothing. What grows with the ranks is torch's:
-the meshes, of which every rank makes the groups of all ranks; ``parallelize``, as FSDP2 cuts every
-parameter into the pieces of all ranks; DCP's plan of the plans of all, on rank 0; and its table of
-contents, which a rank that resumes searches. The last two columns are the sums over ranks in a
-later step outside its passes, and the messages one after another that they take in a ring.
+CPU seconds to the first step, in parts, with torch's fake backend, whose collectives cost nothing.
+What grows with the ranks is torch's: the meshes, of which every rank makes the groups of all ranks;
+``parallelize``, as FSDP2 cuts every parameter into the pieces of all ranks; DCP's plan of the plans
+of all, on rank 0; and its table of contents, which a rank that resumes searches. The last two
+columns are the sums over ranks in a later step outside its passes, and the messages one after
+another that they take in a ring.
 """
 
 import argparse
-import json
 import os
 import pickle
-import resource
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,78 +31,10 @@ SMALL = [
 ]
 
 
-def counted_files() -> list[str]:
-    """Return a list to which each file that this process opens from now on is added."""
-    opened: list[str] = []
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            opened.append(str(arguments[0]))
-
-    sys.addaudithook(hook)
-    return opened
-
-
-def launcher(seconds: float) -> dict[str, float]:
-    """Wait for ranks that sleep, and return what the waiting costs per second."""
-    from torchtitan_lr.launch.placement import Environment
-    from torchtitan_lr.launch.ranks import run_ranks
-
-    processes = sum(path.name.isdecimal() for path in Path("/proc").iterdir())
-    opened = counted_files()
-    environment = Environment(4, 1, "0", "")
-    sleep = ["timeit", "-n1", "-r1", f"__import__('time').sleep({seconds})"]
-    with tempfile.TemporaryDirectory() as folder:
-        usage, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        files = len(opened)
-        if run_ranks(environment, sleep, Path(folder), {})[1]:
-            raise RuntimeError("the ranks failed")
-    after, took = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - begin
-    cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
-    wakeups = after.ru_nvcsw - usage.ru_nvcsw
-    return {
-        "processes of the machine": processes,
-        "files opened per s": (len(opened) - files) / took,
-        "wake-ups per s": wakeups / took,
-        "CPU ms per s": 1e3 * cpu / took,
-    }
-
-
-def check(ranks: int, arguments: list[str]) -> dict[str, float]:
-    """Check a run once, then give the answer to clients of a store, one after another."""
-    from torch.distributed import TCPStore
-
-    from torchtitan_lr.checks.job import check_job_config
-    from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.data.prepare import prepare_for_ranks
-    from torchtitan_lr.launch.ranks import LOOPBACK, served_store
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])
-        check_job_config(config, ranks, "cpu")  # prepares the corpus and imports what it needs
-        opened = counted_files()
-        begin = time.perf_counter()
-        check_job_config(config, ranks, "cpu")
-        variables = prepare_for_ranks(config)
-        check = time.perf_counter() - begin
-    files = len([name for name in opened if not name.endswith((".py", ".pyc"))])
-    store = served_store(socket.create_server((LOOPBACK, 0)))
-    store.set("check", json.dumps(variables))
-    begin = time.perf_counter()
-    for _ in range(ranks - 1):
-        TCPStore(LOOPBACK, store.port, timeout=timedelta(seconds=60)).get("check")
-    each = (time.perf_counter() - begin) / (ranks - 1)
-    return {
-        "ms of a check": 1e3 * check,
-        "files that a check opens": files,
-        "files, all ranks check": files * ranks,
-        "ms of an answer": 1e3 * each,
-    }
-
-
 def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
     """Return the CPU seconds of rank 0's parts up to and with its first step."""
     os.environ |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+    from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.default_planner import (
         DefaultLoadPlanner,
         DefaultSavePlanner,
@@ -176,7 +100,9 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         plans = [of_rank(plan, rank) for rank in range(ranks)]
         merge = timed("save: plan of all, rank 0", create_default_global_save_plan)
         _, contents = merge(plans)
-        table = pickle.dumps(contents)
+        place = vars(filesystem)["_StorageInfo"]("__0_0.distcp", 0, 0)
+        where = {item.index: place for each in plans for item in each.items}
+        table = pickle.dumps(replace(contents, storage_data=where))
         (Path(folder) / METADATA).write_bytes(table)
         timed("resume: table of contents", read_metadata)(folder)
         loader = DefaultLoadPlanner()
@@ -201,26 +127,20 @@ def of_rank(plan: Any, rank: int) -> Any:
 
 
 def main() -> None:
-    """Run one part and print its table."""
+    """Print a line for each world."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=("launcher", "check", "first-step"))
     parser.add_argument("config", nargs="?", default=CONFIG)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--ranks", type=lambda text: [int(ranks) for ranks in text.split(",")])
+    parser.add_argument("--ranks", default="8,64,1024")
     args, overrides = parser.parse_known_intermixed_args()
-    arguments = [f"--job.config_file={args.config}", *overrides]
-    worlds = args.ranks or ([8, 64, 1024] if args.part == "first-step" else [1024])
+    worlds = [int(ranks) for ranks in args.ranks.split(",")]
     if len(worlds) > 1:
         # A process for each world: torch has one process group of all ranks.
         for ranks in worlds:
-            command = [sys.executable, "-m", "scripts.bench.start", args.part, args.config]
+            command = [sys.executable, "-m", "scripts.bench.start", args.config]
             subprocess.run([*command, f"--ranks={ranks}", *overrides], check=True)
         return
-    if args.part == "launcher":
-        found = launcher(args.seconds)
-    else:
-        call = check if args.part == "check" else first_step
-        found = {"ranks": worlds[0], **call(worlds[0], arguments)}
+    (ranks,) = worlds
+    found = {"ranks": ranks, **first_step(ranks, [f"--job.config_file={args.config}", *overrides])}
     print(" | ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
 
 

@@ -12,7 +12,7 @@ The parts, all compiled, bf16 with fp32 weights and fused AdamW, on random token
            milliseconds in each part of a step
     ratio  8 x 1,024 tokens, captured: full rank and CoLA in turns; then CoLA's kernels
     wide   24 x 1,024 tokens, captured: full rank and CoLA in turns
-    short  2 x 1,024 tokens, both kinds of step: CoLA, full rank, and CoLA's spectral optimizers
+    short  2 x 1,024 tokens, both kinds of step: CoLA, full rank, and CoLA with each optimizer
 
 Every row is printed, and written to --out, as it ends.
 
@@ -254,11 +254,13 @@ def wide(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def short(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield both kinds of step with few tokens, of families and spectral optimizers."""
-    for name in ("full", "AdamW", "Muon", "Spectron"):
+    """Yield both kinds of step with few tokens, of families and optimizers."""
+    for name in ("full", "AdamW", "Muon", "Spectron", "LoRAMuon", "TSRAdam"):
         model = [FULL] if name == "full" else [COLA, f"--optimizer.name={name}"]
-        if name in ("Muon", "Spectron"):
+        if name not in ("full", "AdamW"):
             model.append("--optimizer.implementation=foreach")
+        if name == "TSRAdam" and options.small:
+            model += ["--optimizer.tsr_rank=8", "--optimizer.tsr_embedding_rank=8"]
         rank = Rank(options, (2, 1024), *model, ON)
         rank.run(WARM_UP)
         kinds = {f"{name}, eager": (rank, True), f"{name}, captured": (rank, False)}

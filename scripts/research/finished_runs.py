@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torchtitan_lr.experiments.experiment import read_experiment
 from torchtitan_lr.experiments.plan import Plan
 from torchtitan_lr.experiments.sweep import POINT_FILE, Point, settings_of
 from torchtitan_lr.launch.run_folder import DIVERGED, FINISHED
+from torchtitan_lr.optim.entries import ENTRIES
 
 FOLDER = Path(__file__).parent / "experiments"
 
@@ -84,8 +86,18 @@ def run_of(folder: Path, work: Path) -> Run | None:
     if point["row"]["status"] not in (FINISHED, DIVERGED):
         return None
     _, *overrides = point["arguments"]
+    overrides += own_defaults(point["settings"], overrides)
     arguments = [CONFIG, *(text.replace(f"={work}/", f"={WORK}/") for text in overrides)]
     return {"arguments": arguments, "row": point["row"]}
+
+
+def own_defaults(settings: dict[str, Any], overrides: Iterable[str]) -> list[str]:
+    """Return what a run had by its optimizer's defaults as overrides: the defaults may change."""
+    given = {text.removeprefix("--").partition("=")[0] for text in overrides}
+    entry = ENTRIES.get(settings["optimizer.name"])
+    keys = set[str]() if entry is None else {*entry.defaults, *chain(*entry.of_models.values())}
+    keys -= {"lr_scheduler.warmup_ratio"}  # each run is given its steps
+    return [f"--{key}={settings[key]}" for key in sorted(keys - given)]
 
 
 def store(name: str, work: Path) -> int:
@@ -99,7 +111,7 @@ def store(name: str, work: Path) -> int:
         count += 1
         stored = runs.get(path.parent.name)
         # A stored run that was restored has its row in the folder, but not its history.
-        if stored is None or stored["arguments"] != run["arguments"]:
+        if stored is None or not {*stored["arguments"]} <= {*run["arguments"]}:
             runs[path.parent.name] = run | ran_with
     lines = [f"{json.dumps(key)}: {json.dumps(runs[key])}" for key in sorted(runs)]
     (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -26,19 +26,16 @@ def one_rank() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
-    """Two gloo ranks."""
     yield from _pool(2)
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
-    """Four gloo ranks."""
     yield from _pool(4)
 
 
 @pytest.fixture(scope="session")
 def eight_ranks() -> Iterator[RankPool]:
-    """Eight gloo ranks."""
     yield from _pool(8)
 
 

@@ -66,7 +66,7 @@ def train_and_hang(corpus: str, dump_folder: str, pipe: str, what: str) -> dict[
         rows: Any = trainer.dataloader.dataset
         name = "__getitems__"
         if what == "validation":
-            (rows,), name = trainer.validator.validation_set._parts, "read"
+            (rows,), name = trainer.validator.sets["validation"]._parts, "read"
         read = getattr(rows, name)
 
         def stuck(numbers: Any) -> Batch:

@@ -41,7 +41,6 @@ def stopped_run(two_ranks: RankPool) -> Path:
 
 @pytest.fixture
 def stopped(stopped_run: Path, tmp_path: Path) -> str:
-    """A copy of it."""
     return str(shutil.copytree(stopped_run, tmp_path / "run"))
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_layout import on_paper
 from tests.distributed.training import train
 from tests.support import parity_runs
-from tests.support.parity_runs import EXACT, TINY, degrees, largest_difference, model, use_float64
+from tests.support.parity_runs import EXACT, degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.costs.step_traffic import compare, differences, step_traffic
 
 CASES = {
     "gathered": ("lax", ["--low_rank.lax_gate=scalar"], []),
@@ -32,15 +34,8 @@ def with_toys(function: Callable[..., Any], *args: Any) -> Any:
 
 def trained_and_counted(arguments: list[str]) -> dict[str, Any]:
     """Train; add what the last step sent otherwise than the formulas say."""
-    from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.costs.described_run import read_run
-    from torchtitan_lr.costs.step_traffic import compare, differences, step_traffic
-
     run = train([*arguments, "--metrics.comm_ledger"])
-    config = build_job_config([*TINY, *arguments])
-    use_float64(config)
-    paper = read_run(config, 4)
-    dtypes = {role: name.replace("float32", "float64") for role, name in paper.wire_dtypes.items()}
+    paper, dtypes = on_paper(arguments, 4)
     assert any(row["mesh_dim"] == "tp" for row in run["ledger"])
     wrong = differences(compare(run["ledger"], step_traffic(paper, 0), dtypes))
     return run | {"wrong": wrong}

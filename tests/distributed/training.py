@@ -4,6 +4,7 @@
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -11,13 +12,18 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
+from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.titan.base import ParallelDims
+from torchtitan_lr.training import figures
+from torchtitan_lr.training.trainer import Trainer
 
 
 def train(
@@ -28,8 +34,6 @@ def train(
     everywhere: bool = False,
 ) -> dict[str, Any]:
     """`parity_runs.train` with a fault or none; call it on every rank."""
-    from torchtitan_lr.training import figures
-
     with (
         patch.object(figures, "draw_curve"),  # whole runs draw theirs in tests/integration
         known_setup(),
@@ -41,12 +45,6 @@ def train(
 @contextmanager
 def small_trainer(arguments: list[str]) -> Iterator[Any]:
     """Build the trainer of a checked `TINY` run, and close it at the end; call it on every rank."""
-    import torch.distributed as dist
-
-    from torchtitan_lr.checks.job import check_job_config
-    from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.training.trainer import Trainer
-
     folders: list[Any] = [new_folder()]
     dist.broadcast_object_list(folders)
     folder = f"--job.dump_folder={folders[0]}"
@@ -94,14 +92,12 @@ def _concatenate_once(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def _trainer_with(fault: str, config: Any) -> Any:
-    import torch.distributed as dist
-
-    from torchtitan_lr.training.trainer import Trainer
-
     kind, _, at = fault.partition("@")
     guilty = dist.get_rank() == min(1, dist.get_world_size() - 1)
 
     class FaultyTrainer(Trainer):
+        spoilt = False  # once
+
         def one_pass(self, **kwargs: Any) -> Any:
             if not guilty or str(self.step) != at:
                 return super().one_pass(**kwargs)
@@ -114,19 +110,22 @@ def _trainer_with(fault: str, config: Any) -> Any:
                 local_part(blocks[-1].get_parameter("attention.wo.B.weight").data)[0] = math.nan
             if kind == "nan_block":
                 handle = blocks[0].register_forward_hook(_spoil, prepend=True)
+            if kind == "slow":
+                handle = blocks[0].register_forward_hook(lambda *_: time.sleep(0.1), prepend=True)
             loss = super().one_pass(**kwargs)
             if handle is not None:
                 handle.remove()
             if kind == "nan_sum":
                 gradient = blocks[-1].get_parameter("ffn_norm.weight").grad
                 local_part(gradient).fill_(float("nan"))
-            return loss * float("nan") if kind == "nan" else loss
+            spoils = kind == "nan" or (kind == "nan_once" and not self.spoilt)
+            self.spoilt = True
+            return loss * float("nan") if spoils else loss
 
     return FaultyTrainer(config)
 
 
 def _spoil(block: Any, args: Any, output: Any) -> Any:
-    """Make one entry of a block's output NaN."""
     x, *latents = output if isinstance(output, tuple) else (output,)
     x = x.clone()
     x.view(-1)[0] = float("nan")
@@ -136,8 +135,6 @@ def _spoil(block: Any, args: Any, output: Any) -> Any:
 @contextmanager
 def spoil_last_block(model_parts: list[Any]) -> Iterator[None]:
     """Make one entry of the gradient of the output of rank 1's last block NaN."""
-    import torch.distributed as dist
-
     if dist.get_rank() != min(1, dist.get_world_size() - 1):
         yield
         return
@@ -148,8 +145,6 @@ def spoil_last_block(model_parts: list[Any]) -> Iterator[None]:
 
 
 def _spoil_gradient(block: Any, args: Any, output: Any) -> None:
-    """Make one entry of the gradient of a block's output NaN."""
-
     def spoilt(gradient: Any) -> Any:
         gradient = gradient.clone()
         gradient.view(-1)[0] = float("nan")

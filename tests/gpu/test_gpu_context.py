@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Attention of every rank that shares a row, on any device, against whole attention in fp64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +14,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.compat.prefix_attention import prefix_attention
 from torchtitan_lr.models.llama import LlamaModel, separate
 from torchtitan_lr.parallel import context
 from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint
-from torchtitan_lr.parallel.context import apply_context_parallel, attend_from_chunks, own_chunks
+from torchtitan_lr.parallel.context import (
+    apply_context_parallel,
+    attend_from_chunks,
+    attend_to_prefix,
+    own_chunks,
+)
 from torchtitan_lr.parallel.parallelize import apply_compile
 
 RANKS = 4
@@ -33,9 +39,22 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.detach().cpu().double() - theirs.detach()).norm() / theirs.detach().norm())
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
-def test_ranks_together(kv_heads: int, masked: bool, device: torch.device) -> None:
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A GPU's attention to a prefix, with a CPU's kernel on a CPU."""
+    out: Tensor = prefix_attention(q, k, v)[0]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "masked", "to_prefix"),
+    [
+        *((heads, masked, attend_to_prefix) for heads in (HEADS, 2) for masked in (False, True)),
+        (HEADS, False, fused),  # a CPU's kernel knows no grouped queries
+    ],
+)
+def test_ranks_together(
+    kv_heads: int, masked: bool, to_prefix: Callable[..., Tensor], device: torch.device
+) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
     generator = torch.Generator().manual_seed(4)
     shapes = [(B, heads, S, WIDTH) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
@@ -53,13 +72,13 @@ def test_ranks_together(kv_heads: int, masked: bool, device: torch.device) -> No
     for ranks in (Ranks(size=RANKS, rank=i) for i in range(RANKS)):
         places = own_chunks(torch.arange(S).expand(B, S), ranks, 1).to(device)
         mask = separate(documents.long().to(device), dtype, places)[1] if masked else None
-        out = attend_from_chunks(own_chunks(q, ranks, -2), k, v, mask, ranks)
+        out = attend_from_chunks(own_chunks(q, ranks, -2), k, v, mask, ranks, to_prefix)
         assert difference(out, own_chunks(whole, ranks, -2)) < limit(dtype)
         own_upstream = own_chunks(upstream.to(device, dtype), ranks, -2)
         gradients = torch.autograd.grad(out, inputs, own_upstream)
         total = [t + g.cpu().double() for t, g in zip(total, gradients, strict=True)]
     for ours, theirs in zip(total, expected, strict=True):
-        assert difference(ours, theirs) < limit(dtype)
+        assert difference(ours, theirs) < (limit(dtype) if device.type == "cuda" else 1e-15)
     # The control: attention of the early chunk alone to a prefix of another length.
     wrong = attend_from_chunks(own_chunks(q, Ranks(size=RANKS), -2), k, v, None, ranks)
     assert difference(wrong, own_chunks(whole, Ranks(size=RANKS), -2)) > 0.1
@@ -75,18 +94,22 @@ def train(model: LlamaModel, device: torch.device, **arguments: Tensor) -> Itera
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("how", ["eager", "latents", "low_rank", "compiled"])
-def test_what_is_gathered_does_not_stay(how: str, masked: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("how", ["eager", "fused", "latents", "low_rank", "compiled"])
+def test_what_is_gathered_does_not_stay(
+    how: str, masked: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a rank alone, which gathers its own row: blocks as in training, and no group."""
     if how == "compiled" and device.type == "cpu":
         pytest.skip("takes long, and tests/distributed/test_layout.py compiles on a CPU")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
     documents = {"documents": (torch.arange(32) // 20).expand(2, 32)} if masked else {}
-    shape = {"dim": 128, "n_kv_heads": 2}
+    shape = {"dim": 128, "n_kv_heads": 4 if how == "fused" else 2}
     expected = list(
         train(build_tiny("cola", torch.float64, **shape), torch.device("cpu"), **documents)
     )
 
+    if how == "fused":
+        monkeypatch.setattr(context.GatheredAttention, "to_prefix", staticmethod(fused))
     model = build_tiny("cola", torch.float64, **shape).to(device, dtype)
     apply_context_parallel(model, Ranks(), "latents" if how == "latents" else "kv")
     if how == "low_rank":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.syncs import no_synchronization
+from tests.gpu.trainers import no_synchronization
 from tests.support.documents import alone, difference, masks_of_blocks, together
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.models.llama import BLOCK_MASK_DEVICES, separate

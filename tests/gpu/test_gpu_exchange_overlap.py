@@ -63,5 +63,4 @@ def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
 
 
 def _is_busy(queue: ExchangeStream) -> bool:
-    """Return whether the last exchange still runs."""
     return not queue._ended.query()

@@ -17,13 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_lr
+from tests.support.allocations import Noted
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
 from torchtitan_lr.models.linears import Gated, down_products, gated_linear
+from torchtitan_lr.numerics import add_product, exact_products, plus_product, product, sides
 from torchtitan_lr.parallel import btp, paired
 from torchtitan_lr.parallel.context import gather_row
 from torchtitan_lr.parallel.megatron import column_parallel, gather_and_sum_wide
@@ -40,19 +41,6 @@ class One(int):
 
     def __eq__(self, other: object) -> bool:
         return False
-
-
-class Collectives(TorchDispatchMode):
-    """Collects the names of the collectives that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional":
-            self.names.add(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
 
 
 TARGETS = torch.arange(B * S).remainder(7).mul(6).sub(1).reshape(B, S)
@@ -232,23 +220,60 @@ def test_forward_and_gradients(
     def draw(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    ranks, called = Ranks(one_rank.group, One(1), 0), Collectives()
+    called: set[str] = set()
+
+    def note(func: Any, *_: Any) -> None:
+        if func.namespace == "_c10d_functional":
+            called.add(func.overloadpacket.__name__)
+
+    ranks = Ranks(one_rank.group, One(1), 0)
     exact = [draw(shape).double().requires_grad_() for shape in case.shapes]
     inputs = [x.detach().to(device, dtype).requires_grad_() for x in exact]
-    with called:
+    with Noted(note):
         outputs = _listed(case.ours(ranks, *inputs))
     wanted = _listed(case.formula(*exact))
     assert f"{case.function}Backward" in _nodes(outputs)
     upstream = [draw(tuple(out.shape)) for out in wanted]
-    with called:
+    with Noted(note):
         found = torch.autograd.grad(outputs, inputs, [g.to(device) for g in upstream])
     expected = torch.autograd.grad(wanted, exact, [g.double() for g in upstream])
     for ours, theirs in zip((*outputs, *found), (*wanted, *expected), strict=True):
         assert ours.device.type == device.type and ours.dtype == dtype
         error = (ours.detach().cpu().double() - theirs.detach()).norm() / theirs.detach().norm()
         assert error <= LIMITS[dtype]
-    assert bool(called.names) == (case.function not in ALONE)
-    assert ("all_to_all_single" in called.names) == ("wide" in case.variant)
+    assert bool(called) == (case.function not in ALONE)
+    assert ("all_to_all_single" in called) == ("wide" in case.variant)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("stack", [(), (3,)], ids=["one", "three"])
+def test_a_split_product_has_16_bits(
+    stack: tuple[int, ...], flipped: bool, device: torch.device
+) -> None:
+    a, b = (_normal(*stack, rows, 304) for rows in (24, 32))
+    exact, size = a.double() @ b.double().mT, a.abs() @ b.abs().mT
+    rounded = a.bfloat16().double() @ b.bfloat16().double().mT
+    a, b = ((x.mT.contiguous().mT if flipped else x).to(device) for x in (a, b))
+    with exact_products(split=True):
+        left, right = sides(a)[0], sides(b)[1]
+        found = product(left, right).cpu()
+        total = exact.float().to(device)
+        half = plus_product(total, left, right, beta=0.5, alpha=-0.5).cpu()
+        add_product(total, left, right, alpha=-1.0)
+        wide = [x.dtype for x in sides(exact)]
+    assert left.dtype == right.dtype == torch.bfloat16 and left.shape[-1] == 912
+    assert left.stride(-2 if flipped else -1) == 1
+    assert ((found - exact).abs() <= 2.0**-15 * size).all()
+    assert ((rounded - exact).abs() > 2.0**-15 * size).any()
+    for sums, factor in ((half, 0.5), (total.cpu(), 1.0)):
+        assert ((sums - factor * (exact - found)).abs() <= 1e-6 * size).all()
+    # fp64, and fp32 elsewhere, stay as they are; of a symmetric matrix itself is on the right.
+    assert wide == [torch.float64] * 2
+    assert sides(a)[0] is a and sides(a, symmetric=True)[1] is a
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def _listed(result: Any) -> list[Tensor]:
@@ -256,7 +281,6 @@ def _listed(result: Any) -> list[Tensor]:
 
 
 def _nodes(outputs: list[Tensor]) -> set[str]:
-    """Names of the autograd nodes behind some outputs."""
     names, left = set(), [out.grad_fn for out in outputs]
     while left:
         node = left.pop()

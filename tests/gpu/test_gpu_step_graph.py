@@ -1,114 +1,85 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Captured passes of a step give the eager ones' numbers, bit for bit.
 
-On a CPU a recorder of operators stands for CUDA's graphs. A recorded pass runs the same operators
-on the same memory, as a graph does. So it shows whether a later pass may be another one: whether it
-reads other memory, waits for the host, or leaves its gradients elsewhere.
+On a CPU a recorder of operators stands for CUDA's graphs (tests/support/recorded_passes.py); ranks
+are in tests/distributed/test_step_graph.py.
 """
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.gpu.trainers import BATCH, micro_batches, trainer_on
+from tests.gpu.trainers import BATCH, IGNORED, micro_batches, trainer_on
+from tests.support.parity_runs import add_parity_flavors
+from tests.support.recorded_passes import Recorder, recorded, trained
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.training import trainer as trainer_module
-from torchtitan_lr.training.step_graph import why_eager
+from torchtitan_lr.parallel.capture import why_eager
 
-STEPS = 6
+add_parity_flavors()
+STEADY = ["--optimizer.lr=1e-2", "--training.steps=60"]
 MIXED = "--training.mixed_precision_param=bfloat16"
-
-
-class Recorder(TorchDispatchMode):
-    """Records each operator of a call with its tensors, and each change of a storage's size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Callable[[], None]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a tensor"
-        # Later the same tensors, whatever then becomes of the Python objects.
-        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}))
-        result = func(*args, **kwargs)
-        self.calls.append(lambda: self._repeat(func, args, kwargs, result))
-        return result
-
-    @staticmethod
-    def _repeat(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        again = func(*args, **kwargs)
-        for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                old.detach().copy_(new)
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Record a pass, which has then run: its first replay does nothing."""
-        resize = torch.UntypedStorage.resize_
-        self.calls = []
-
-        def noted(storage: Any, size: int) -> Any:
-            self.calls.append(lambda: resize(storage, size))
-            return resize(storage, size)
-
-        with patch.object(torch.UntypedStorage, "resize_", noted), self:
-            loss = work()
-        calls, due = self.calls, False
-
-        def replay() -> None:
-            nonlocal due
-            for call in calls if due else []:
-                call()
-            due = True
-
-        return loss, replay
-
-
-THREE = [MIXED, f"--training.global_batch_size={3 * BATCH}"]
-ONE = [MIXED, f"--training.global_batch_size={BATCH}"]
+ONE, THREE = (f"--training.global_batch_size={n * BATCH}" for n in (1, 3))
+SPECTRAL = {name: [f"--optimizer.name={name}"] for name in ("Muon", "Spectron", "LoRAMuon")}
+MODE = "--activation_checkpoint.mode="
+SELECTIVE = [f"{MODE}selective", "--activation_checkpoint.selective_ac_option=op"]
+TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=4", "--optimizer.tsr_embedding_rank=4"]
+TSR += [f"--optimizer.tsr_{name}refresh_interval=5" for name in ("", "embedding_")]
+REJECTED = "a validation, then a rejected step"
+VALIDATION = ["--validation.enable", "--validation.steps=1", "--validation.seq_len=8"]
 RUNS = {
     "two micro-batches": [MIXED],
-    "three": THREE,
-    "one": ONE,
+    "three": [MIXED, THREE],
+    "one": [MIXED, ONE],
     "unwrapped": [],
-    "full": [MIXED, "--model.name=llama_full"],
+    "full rank": [MIXED, "--model.name=llama_full"],
+    "svd": [MIXED, "--model.name=llama_svd"],
     "lax": [MIXED, "--model.name=llama_lax"],
-    "low_rank": [MIXED, "--activation_checkpoint.mode=low_rank"],
-    "Spectron": [MIXED, "--optimizer.name=Spectron"],
+    REJECTED: [MIXED, "--training.max_skipped_steps=1", *VALIDATION],
+    "lanes": [MIXED, "--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"],
+    "low_rank": [MIXED, f"{MODE}low_rank"],
+    "full": [f"{MODE}full"],
+    "selective op": SELECTIVE,
+    "selective 2": [*SELECTIVE[:1], "--activation_checkpoint.selective_ac_option=2"],
+    "outer steps": [MIXED, "--outer.every=2"],
+    "TSRAdam": [MIXED, *TSR],
+    "TSRAdam, unwrapped": TSR,
     "compiled": [MIXED, "--compile.enable"],
+    **SPECTRAL,
 }
+CAPTURES = {"one": 1, "three": 3}
+"""Kinds of pass, where they are not two: the first micro-batch and the last."""
+
+USUAL = ("three", "low_rank", "TSRAdam", REJECTED)
+"""What a CPU runs without ``--full``; a GPU runs all."""
 
 
 def results(
     device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
 ) -> tuple[list[Tensor], int]:
-    """The losses of six steps and the weights after them; the number of captured passes."""
-    fused = "--optimizer.implementation=fused"
-    with trainer_on(device, folder, monkeypatch, "--optimizer.lr=1e-2", fused, *more) as trainer:
+    """What `trained` returns."""
+    fused = [] if any("optimizer.name" in m for m in more) else ["--optimizer.implementation=fused"]
+    with trainer_on(device, folder, monkeypatch, *STEADY, *fused, *more) as trainer:
         count = trainer.gradient_accumulation_steps
         batches = (micro_batches(trainer.model_args.vocab_size) * 2)[:count]
-        losses = []
-        for step in range(STEPS):
-            trainer.step = step + 2  # the first is logged
-            rolled = [({"input": i["input"].roll(step, 1)}, labels) for i, labels in batches]
-            trainer.train_step(iter(rolled))
-            losses.append(trainer.loss.cpu().clone())
-        (model,), graph = trainer.model_parts, trainer.graph
-        weights = [p.detach().cpu().clone() for p in model.parameters()]
-        return losses + weights, 0 if graph is None else len(graph.passes)
 
+        def rolled(step: int) -> list[Any]:
+            found = [({"input": i["input"].roll(step, 1)}, labels) for i, labels in batches]
+            if step == 3 and trainer.job_config.validation.enable:
+                trainer.validate()
+                found = [(i, torch.full_like(labels, IGNORED)) for i, labels in found]
+            return found
 
-ON_GPUS = ("one", "unwrapped", "full", "Spectron", "compiled")
-"""Runs for which the others stand on a CPU, or that have no operators which it could record."""
+        found = trained(trainer, rolled)
+        assert trainer.skipped_steps == trainer.job_config.training.max_skipped_steps
+        return found
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -118,21 +89,85 @@ def test_captured_steps_equal_eager_ones(
     one_rank: Ranks,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
-    if device.type == "cpu" and name in ON_GPUS:
-        pytest.skip("needs a GPU")
-    arguments = RUNS[name]
-    eager, passes = results(
-        device.type, tmp_path / "a", monkeypatch, *arguments, "--training.step_graph=off"
-    )
-    assert passes == 0
+    arguments, off = RUNS[name], "--training.step_graph=off"
     if device.type == "cpu":
-        monkeypatch.setattr(trainer_module, "CudaCapture", Recorder)
-        monkeypatch.setattr(trainer_module, "why_eager", lambda *_: "")
-    captured, passes = results(device.type, tmp_path / "b", monkeypatch, *arguments)
-    assert passes == (1 if arguments is ONE else 3 if arguments is THREE else 2)
-    assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
-    assert not torch.equal(eager[0], eager[STEPS - 1])
+        if name == "compiled":
+            pytest.skip("the recorder sees no operators of compiled code")
+        if name not in USUAL and not request.config.getoption("--full"):
+            pytest.skip("nightly: --full runs it")
+        arguments = [*arguments, "--model.flavor=parity"]
+    eager, passes = results(device.type, tmp_path / "a", monkeypatch, *arguments, off)
+    assert passes == 0
+    with recorded() if device.type == "cpu" else nullcontext():
+        captured, passes = results(device.type, tmp_path / "b", monkeypatch, *arguments)
+    assert passes == CAPTURES.get(name, 2)
+    torch.testing.assert_close(captured, eager, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(eager[0], eager[1])
+
+
+def test_a_later_pass_that_differs_is_named(
+    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = SimpleNamespace(loss=lambda loss: 1.0 * loss, gradient=lambda g: g, rows=BATCH)
+    options = ["--model.flavor=parity", *STEADY]
+    with recorded(), trainer_on("cpu", tmp_path, monkeypatch, *options) as trainer:
+        loss_fn, one_pass, begin = trainer.loss_fn, trainer.one_pass, trainer.gradients.micro_batch
+        weight = trainer.model_parts[0].output.weight
+
+        def changed(tokens: Tensor, labels: Tensor, **others: Tensor) -> Tensor:
+            return one_pass(tokens[: now.rows], labels[: now.rows], **others)
+
+        def begun(last: bool) -> Any:
+            if last:
+                weight.grad = now.gradient(weight.grad)
+            return begin(last)
+
+        monkeypatch.setattr(trainer, "loss_fn", lambda *args: now.loss(loss_fn(*args)))
+        monkeypatch.setattr(trainer, "one_pass", changed)
+        monkeypatch.setattr(trainer.gradients, "micro_batch", begun)
+
+        def step() -> None:
+            trainer.step += 1
+            trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
+
+        def named(error: str, **differs: Any) -> None:
+            usual = vars(now).copy()
+            vars(now).update(differs)
+            with pytest.raises(AssertionError, match=error):
+                step()
+            vars(now).update(usual)
+            step()  # the control
+
+        trainer.step = 1  # the first is logged
+        for _ in range(2):
+            step()
+        named(r"^the host reads a tensor: aten._local_scalar_dense", loss=lambda x: x * x.item())
+        monkeypatch.setattr(Recorder, "compares", True)
+        step()
+        named(r"^\['aten.neg.default', .* in the place of \['aten.mul.Tensor'", loss=lambda x: -x)
+        named(r"^\['aten.mul.Tensor', .* 2.0\] in the place of .* 1.0\]$", loss=lambda x: 2.0 * x)
+        named(r"in the place of \['aten.add_.Tensor', .*'address", gradient=lambda g: g.clone())
+        named(r"in the place of \['aten.add_.Tensor', .*'address", gradient=lambda g: None)
+        named(r"^\['aten.slice.Tensor', .* 1\] in the place of .* 2\]$", rows=1)
+
+
+def test_a_step_of_another_shape_is_captured_by_itself(
+    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--model.flavor=parity", ONE]
+    with recorded(), trainer_on("cpu", tmp_path, monkeypatch, *options) as trainer:
+        (batch, *_) = micro_batches(trainer.model_args.vocab_size)
+        short = {"input": batch[0]["input"][:1]}, batch[1][:1]
+        trainer.step = 1
+        assert trainer.graph is not None
+        passes = []
+        for given in [batch, batch, batch, short, short, short, batch]:
+            trainer.step += 1
+            trainer.train_step(iter([given]))
+            passes.append(len(trainer.graph.passes))
+        assert passes == [0, 0, 1, 1, 1, 2, 2]
 
 
 def test_what_cannot_be_captured_is_refused(tmp_path: Path) -> None:
@@ -142,18 +177,25 @@ def test_what_cannot_be_captured_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "reason"),
+    ("arguments", "reason"),
     [
         ("--training.step_graph=off", "is 'off'"),
         ("--parallelism.pipeline_parallel_degree=2", "pipeline's schedule"),
         ("--grad_compression.codec=sparse", "gradient codec"),
         ("--training.enable_cpu_offload", "copies through the host"),
         ("--training.mask_documents", "another mask"),
-        ("--optimizer.name=TSRAdam", "as backward makes them"),
-        ("--activation_checkpoint.mode=full", "random numbers' state"),
+        ("--optimizer.name=TSRAdam", "tsr_overlap_buckets > 1"),  # alone it is captured
+        (
+            "--optimizer.name=TSRAdam --optimizer.tsr_overlap_buckets=1 --optimizer.tsr_stagger",
+            "tsr_stagger finds new bases",
+        ),
+        (
+            "--activation_checkpoint.mode=full --activation_checkpoint.preserve_rng_state",
+            "random numbers' state",
+        ),
         ("--parallelism.fsdp_reshard_after_forward=always", "another stream"),
     ],
 )
-def test_a_pass_that_cannot_be_captured_has_one_reason(argument, reason):
-    assert reason in why_eager(build_job_config([argument]), "cuda")
-    assert why_eager(build_job_config([]), "cuda") == ""
+def test_a_pass_that_cannot_be_captured_has_one_reason(arguments: str, reason: str) -> None:
+    assert reason in why_eager(build_job_config(arguments.split()), 2, "cuda")
+    assert why_eager(build_job_config([]), 2, "cuda") == ""

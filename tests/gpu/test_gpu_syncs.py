@@ -12,7 +12,6 @@ The refreshes of TSR-Adam are checked without replicas; these compare their base
 result after the step (`TSRAdam.settle`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import adam
 
-from tests.gpu.syncs import no_synchronization
-from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
+from tests.gpu.trainers import MICRO_BATCHES, micro_batches, no_synchronization, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SparseCodec, left_over
 from torchtitan_lr.compression.sketch import SketchCodec
@@ -159,7 +157,7 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what reads by design, or `meta` lacks; without values it fails, as it must."""
 
     # What the host reads after the step.
-    findings = Findings(False, 1.0, 0, False, (), loss_is_finite=True, depth=math.inf)
+    findings = Findings(False, 1.0, 0, False, (), loss_is_finite=True)
     monkeypatch.setattr(Verdict, "read", lambda verdict: findings)
     # The kernel is queued like any other; torch lists only devices with values for it.
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)

@@ -13,6 +13,7 @@ from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.spectral.optimizer import may_round
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.svd import draw_sketches
@@ -27,6 +28,9 @@ SETTINGS = {
     "keep, one side": replace(BASE, moments="keep", projection="one_sided"),
     "staggered": replace(BASE, stagger=True),
 }
+
+
+TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"]
 
 
 def small_model() -> LlamaModel:
@@ -113,16 +117,21 @@ def test_steps(
     assert limit < 0.1 * distance(by_reference(start, settings, torch.float64, 0.7), exact, start)
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("options", "compute"),
+    [(TSR, "bfloat16"), (["--optimizer.name=Muon"], "bfloat16"), (TSR, "float32")],
+    ids=["TSR-Adam", "Muon", "TSR-Adam, fp32"],
+)
 def test_precision_of_products(
+    options: list[str],
     compute: str,
     device: torch.device,
     one_rank: Ranks,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"]
-    options.append(f"--training.mixed_precision_param={compute}")
+    options = [*options, f"--training.mixed_precision_param={compute}"]
     with trainer_on(device.type, tmp_path, monkeypatch, *options):
-        in_tf32 = device.type == "cuda" and compute == "bfloat16"
-        assert torch.get_float32_matmul_precision() == ("high" if in_tf32 else "highest")
+        rounded = device.type == "cuda" and compute == "bfloat16"
+        assert torch.get_float32_matmul_precision() == ("high" if rounded else "highest")
+        assert may_round(device) is rounded

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A trainer in this process, on the device under test."""
+"""A trainer in this process, on the device under test; and where the host waits for a device."""
 
 import gc
 from collections.abc import Iterator
@@ -80,3 +80,17 @@ def micro_batches(vocab_size: int) -> list[Batch]:
         labels[0, -skipped:] = IGNORED
         found.append(({"input": tokens[:, :-1]}, labels))
     return found
+
+
+@contextmanager
+def no_synchronization(device: torch.device) -> Iterator[None]:
+    """Raise where the host would wait for the device; on ``meta`` a read raises by itself."""
+    if device.type == "meta":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

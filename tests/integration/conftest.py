@@ -17,13 +17,15 @@ wandb_project = "low-rank tests"
 wandb_run_name = "tiny"
 wandb_group = "integration"
 wandb_tags = ["cola", "two ranks"]
+
+[profiling]
+enable_profiling = true
+profile_freq = 5
 """
 
 
 @dataclass
 class Run:
-    """A run and the folder it wrote."""
-
     folder: Path
     config: Path
     done: Finished
@@ -53,8 +55,7 @@ def undisturbed(tmp_path_factory):
     """SVD on 2 ranks from start to end, by torchrun without the launcher."""
     base = tmp_path_factory.mktemp("undisturbed")
     config = runs.write_config(base / "dump")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     train = ["-m", "torchtitan_lr.train", f"--job.config_file={config}"]
-    done = runs.run([*torchrun, "--nproc_per_node=2", *train])
+    done = runs.run([*runs.TORCHRUN, *train])
     assert done.status == 0, done.everything
     return Run(base / "dump", config, done)

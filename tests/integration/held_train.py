@@ -11,8 +11,10 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import filesystem
 
+from tests.integration.few_gpus import gpu_count
+from torchtitan_lr import train
+from torchtitan_lr.launch import placement
 from torchtitan_lr.launch.processes import begin_rank, exit_without_teardown
-from torchtitan_lr.train import main
 from torchtitan_lr.training.trainer import Trainer
 
 FOLDER, POINT, STEP = os.environ["HOLD"].split(":")
@@ -40,4 +42,6 @@ def hold(point, folder, step):
 if __name__ == "__main__":
     begin_rank()  # in a fork the module of the ranks is imported already
     filesystem.FileSystemWriter.finish = finish
-    exit_without_teardown(main(trainer_class=HeldTrainer))
+    if "GPUS" in os.environ:
+        placement.gpu_count = gpu_count
+    exit_without_teardown(train.main(trainer_class=HeldTrainer))

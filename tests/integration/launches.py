@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The launcher, with a small real program in place of the training (TRAIN_FILE)."""
 
+import time
+
 from tests.integration import runs
 from tests.integration.runs import ROOT
 
@@ -54,6 +56,8 @@ if mode == "stubborn":
     leave(f"asked{rank}")
     wait_for_signal()
 if mode == "fail" and rank == "1":
+    if "GPUS" in os.environ:
+        Path(os.environ["GPUS"]).write_text("1")
     fail(ValueError("no such luck\\nsecond line"))
 if mode == "full" and rank == "1":
     try:
@@ -71,8 +75,6 @@ leave(f"saved{rank}")
 
 
 class Launch(runs.Process):
-    """A launcher of that program."""
-
     def __init__(self, folder, mode, *arguments, **variables):
         (folder / "standin.py").write_text(STANDIN)
         self.folder = folder
@@ -83,7 +85,8 @@ class Launch(runs.Process):
             "NGPU": "2",
             "CONFIG_FILE": str(ROOT / "train_configs" / "debug_cola.toml"),
         }
-        command = [*runs.LAUNCH, f"--job.dump_folder={folder}", *arguments]
+        launch = runs.FEW_GPUS if "GPUS" in variables else runs.LAUNCH
+        command = [*launch, f"--job.dump_folder={folder}", *arguments]
         super().__init__(command, **standard | variables)
 
     def wait_for(self, what):
@@ -93,7 +96,9 @@ class Launch(runs.Process):
         return paths
 
     def wait_for_ranks(self):
-        return [int(path.read_text()) for path in self.wait_for("pid")]
+        pids = [int(path.read_text()) for path in self.wait_for("pid")]
+        time.sleep(1)  # until the launcher too knows that all have started
+        return pids
 
     def saved(self):
         return sorted(path.name for path in self.folder.glob("saved*"))

@@ -20,6 +20,8 @@ from tests.support.processes import child_pids, process_state
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
 LAUNCH = [sys.executable, "-m", "torchtitan_lr", "train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+FEW_GPUS = [sys.executable, "-m", "tests.integration.few_gpus"]  # as many as the file GPUS says
 
 # Runs a command with the signals that its first argument names ignored, and no others.
 RESET = """
@@ -136,7 +138,6 @@ class Process:
             self._texts[index] = file.read()
 
     def wait_until(self, condition):
-        """Waits for a condition of a running process and returns its value."""
         while True:
             value = condition()
             if value:
@@ -215,8 +216,6 @@ def send_all(pids, number):
 
 
 class Finished:
-    """What is left of a process."""
-
     def __init__(self, status, out, err):
         self.status, self.out, self.err = status, out, err
 
@@ -235,7 +234,6 @@ class Finished:
 
 
 def run(command, cwd=ROOT, **options):
-    """Runs a command to its end."""
     return Process(command, cwd, **options).finish()
 
 

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks by 
 HELD = "step:7"  # between the checkpoints of steps 4 and 8
 
 
-def start(config, **variables):
+def start(config, command=runs.LAUNCH, **variables):
     where = runs.holding(f"{config.stem}:{HELD}")
-    return runs.Process(runs.LAUNCH, CONFIG_FILE=str(config), **where, **variables)
+    return runs.Process(command, CONFIG_FILE=str(config), **where, **variables)
 
 
 def training(folder):
@@ -74,6 +74,14 @@ def test_a_stopped_rank_is_not_taken_for_a_killed_one(tmp_path):
     runs.wait_until_gone(ranks)
     (line,) = done.own_lines()
     assert line.startswith("error: rank 0 failed: ") and "imed out" in line, done.everything
+    # What rank 0 waited for, as the page reads it.
+    page = (runs.ROOT / "docs/debug.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "read.py"
+    file.write_text(script.replace("outputs/run", str(tmp_path / "dump")))
+    read = runs.run([sys.executable, file])
+    assert read.status == 0 and read.out.startswith("gloo:all_gather ('0', "), read.everything
+    assert re.search(r"training/trainer.py \d+ one_pass\n", read.out)
     assert "; rank 1 did not end on SIGTERM: stopped, or stuck; its output: " in line
 
 
@@ -83,8 +91,9 @@ def answers(port):
 
 
 @pytest.mark.nightly
-def test_a_lost_machine_is_done_without(tmp_path, undisturbed):
-    """Two launchers are two machines of one rank; the one without the store dies as a whole."""
+@pytest.mark.parametrize("loss", ["machine", "GPU"])
+def test_a_lost_machine_is_done_without(loss, tmp_path, undisturbed):
+    """Two launchers are two machines of one rank; the one without the store dies, or leaves."""
     config = runs.write_config(tmp_path / "dump")
     text = config.read_text().replace("[training]", "[training]\nglobal_batch_size = 4")
     config.write_text(text)
@@ -99,17 +108,25 @@ def test_a_lost_machine_is_done_without(tmp_path, undisturbed):
     }
     first = start(config, **variables)
     first.wait_until(lambda: answers(port))  # it has the store
-    second = start(config, **variables)
-    second.wait_for_held(1)
+    gpus = tmp_path / "gpus"
+    gpus.write_text("1")
+    second = start(config, runs.FEW_GPUS, GPUS=str(gpus), **variables)
+    of_second = second.wait_for_held(1)
     held = first.wait_for_held(1)
-    second.send(signal.SIGKILL)  # torchrun and its rank end with it
-    second.finish()
+    if loss == "GPU":
+        gpus.write_text("0")
+        runs.send_all(of_second, signal.SIGKILL)
+    else:
+        second.send(signal.SIGKILL)  # torchrun and its rank end with it
+    left = second.finish()
+    assert left.status == (4 if loss == "GPU" else -signal.SIGKILL), left.everything
     runs.send_all(held, signal.SIGCONT)
     again = first.wait_until(lambda: (pids := first.wait_for_held(1)) != held and pids)
     runs.send_all(again, signal.SIGCONT)
     done = first.finish()
     assert done.status == 0, done.everything
     assert restarts(done)[-1].endswith("; 1 machine, 1 rank")
+    assert read_state(tmp_path / "dump")["state"] == "finished"
     mine, alone = training(tmp_path / "dump"), training(undisturbed.folder)
     assert [record["step"] for record in mine] == list(range(1, 15))
     # As many ranks as in the undisturbed run: the same digits. One rank rounds differently.

@@ -7,16 +7,6 @@ from tests.integration import runs
 from torchtitan_lr.launch.run_folder import read_state
 
 
-def test_a_refusal_is_one_line_before_any_rank(tmp_path):
-    config = runs.write_config(tmp_path / "dump")
-    command = [*runs.LAUNCH, "--parallelism.data_parallel_shard_degree=3"]
-    done = runs.run(command, CONFIG_FILE=str(config), NGPU="2")
-    assert (done.status, done.out) == (2, ""), done.everything
-    (line,) = done.err.splitlines()
-    assert line.startswith("error: parallelism.data_parallel_shard_degree: got 3, expected ")
-    assert not (tmp_path / "dump").exists()
-
-
 def test_a_rehearsal_of_eight_ranks(tmp_path):
     folder = tmp_path / "dump"
     config = runs.write_config(folder)
@@ -43,7 +33,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     # With that learning rate the first step ruins the weights and the second one shows it: what
     # the first one saved is complete, and nothing to go on from.
     checkpoint = tmp_path / "dump" / "checkpoint" / "step-1"
-    (line,) = done.own_lines()
+    warned, line = done.own_lines()
+    assert warned.startswith("optimizer.lr = 1e+30 is beyond ")
     # Both ranks agree on it; either may fail first.
     assert re.match(r"error: NonFiniteError: step 2: ", line)
     assert "; last good checkpoint: none;" in line
@@ -54,6 +45,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     again = runs.Process(command, **variables).finish()
     assert again.status == 2, again.everything
     want = f"error: checkpoint: got '{checkpoint}', expected one with finite weights"
-    assert again.err.startswith(want)
+    assert again.err.splitlines()[-1].startswith(want)
     assert "Traceback" not in done.out + done.err
     assert not (tmp_path / "dump" / "summary.json").exists()

@@ -1,14 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a run leaves behind: the summary, the curve, checkpoints, metrics in three places, logs."""
+"""What a run leaves behind: the summary, the curve, checkpoints, metrics in three places, logs.
+
+Then its command is given again, with the same settings or with others.
+"""
 
 import json
 import math
+import shutil
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.integration import runs
 from tests.wandb_file import parts, values_of
+from torchtitan_lr.launch.run_folder import read_state
 
 LOSS = "loss_metrics/global_avg_loss"
 VAL_LOSS = "validation_metrics/loss"
@@ -22,7 +27,7 @@ SUMMARY_KEYS = [
 TRAIN_SCALARS = {
     *(LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen", "skipped_steps"),
     *("throughput/tokens_per_s_per_device", "throughput/tokens_per_s", "tflops"),
-    "memory/max_reserved(GiB)",
+    *("memory/max_reserved(GiB)", "time_metrics/slowest_rank", "time_metrics/slowest_behind(%)"),
 }
 VALIDATION_SCALARS = {
     f"validation_metrics/{name}" for name in ("loss", "perplexity", "tokens", "unigram_entropy")
@@ -105,9 +110,11 @@ def test_wandb_writes_offline_what_the_toml_asks_for(finished, records):
     (path,) = finished.folder.glob("**/offline-run-*/run-*.wandb")
     found = parts(path)
     (run,) = found["run"]
-    assert run.project == "low-rank tests"
-    assert run.display_name == "tiny"
-    assert run.run_group == "integration"
+    assert (run.project, run.display_name, run.run_group) == (
+        "low-rank tests",
+        "tiny",
+        "integration",
+    )
     assert list(run.tags) == ["cola", "two ranks"]
     rows = [values_of(row.item) for row in found["history"]]
     assert [row[LOSS] for row in rows if LOSS in row] == [r[LOSS] for r in records if LOSS in r]
@@ -122,6 +129,15 @@ def test_wandb_writes_offline_what_the_toml_asks_for(finished, records):
     assert [end.exit_code for end in found["exit"]] == [0]
 
 
+def test_a_step_of_each_rank_is_profiled(finished):
+    for rank in range(2):
+        path = finished.folder / f"profile_traces/iteration_5/rank{rank}_trace.json"
+        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        assert {"ProfilerStep#4", "gloo:all_gather"} <= names, sorted(map(str, names))
+    # The flight recorder's folder is gone: nothing has hung.
+    assert not (finished.folder / "comm_traces").exists()
+
+
 def test_shown_ranks(finished):
     lines = (finished.done.out + finished.done.err).splitlines()
     shown = {line.partition(":")[0] for line in lines if line.startswith("[rank")}
@@ -133,3 +149,65 @@ def test_shown_ranks(finished):
             log.with_name("stdout.log").read_text()
         )
     assert "Traceback" not in finished.done.out + finished.done.err
+
+
+KEPT = ("job_config.json", "run_state.json", "summary.json", "metrics.jsonl")
+
+
+@pytest.fixture
+def again(finished, tmp_path):
+    """Launches on a copy of a finished run of 6 steps; returns its end and the copy."""
+    copy = tmp_path / "dump"
+    shutil.copytree(finished.folder, copy)
+
+    def launch(*arguments):
+        process = runs.launch(
+            finished.config,
+            *("--training.steps=6", "--metrics.no_enable_wandb", f"--job.dump_folder={copy}"),
+            *arguments,
+        )
+        return process.finish(), copy
+
+    return launch
+
+
+def contents(folder):
+    files = {name: (folder / name).read_bytes() for name in KEPT}
+    return files | {"logs": sorted(path.name for path in (folder / "logs").iterdir())}
+
+
+def test_the_same_command_has_nothing_to_do(again, finished):
+    done, copy = again()
+    assert done.status == 0, done.everything
+    first, *summary = done.out.splitlines()
+    assert first == (
+        "already at step 6 of 6: nothing to train; choose more training.steps, or another folder, "
+        f"as in --job.dump_folder={copy}-2"
+    )
+    assert summary[0].split() == ["steps", "6"] and len(summary) == 13
+    assert contents(copy) == contents(finished.folder)
+
+
+def test_what_goes_on_with_other_settings_has_both_in_its_record(again):
+    done, copy = again("--training.steps=7", "--optimizer.lr=1e-3")
+    assert done.status == 0, done.everything
+    said = "After step 6: optimizer.lr = 0.001 (was 0.003), training.steps = 7 (was 6)"
+    assert done.out.count(said) == 1
+    assert done.out.index(said) < done.out.index("Training starts at step 7")
+    record = json.loads((copy / "job_config.json").read_text())
+    assert record["optimizer"]["lr"] == 0.001
+    assert record["changes"] == [
+        {"after_step": 6, "training.steps": [6, 7], "optimizer.lr": [0.003, 0.001]}
+    ]
+    assert read_state(copy)["state"] == "finished"
+
+
+def test_ranks_that_refuse_leave_a_finished_run_finished(again, tmp_path):
+    """Damage is found by the ranks, after the launcher's checks."""
+    (part, *_) = (tmp_path / "dump" / "checkpoint" / "step-6").glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:-8])
+    before = {name: (tmp_path / "dump" / name).read_bytes() for name in KEPT}
+    done, copy = again("--training.steps=8")
+    assert done.status == 2 and "bytes instead of" in done.everything
+    assert len(list((copy / "logs").iterdir())) == 2  # the ranks were started
+    assert {name: (copy / name).read_bytes() for name in KEPT} == before

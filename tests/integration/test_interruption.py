@@ -33,7 +33,6 @@ class Life:
         self.broken = ""
 
     def stage(self, name):
-        """What happened in a stage."""
         for stage in ("sigterm", "twice", "killed", "rest"):
             if stage not in self._stages:
                 assert not self.broken, f"stage {self.broken} went wrong"
@@ -45,8 +44,7 @@ class Life:
         raise KeyError(name)
 
     def _live(self, name):
-        hold = {"sigterm": "step:3", "twice": "step:9", "killed": "saving:12"}
-        hold["rest"] = f"step:{STEPS}"
+        hold = {"sigterm": "step:3", "twice": "step:9", "killed": "saving:12", "rest": "step:14"}
         before = max(runs.complete_steps(self.folder), default=0)
         process = runs.launch(self.config, hold=f"{self.folder.name}:{hold[name]}")
         try:
@@ -55,16 +53,13 @@ class Life:
         except BaseException:
             process.send(signal.SIGKILL)
             raise
-        folders = runs.step_folders(self.folder)
-        last = runs.last_step(self.folder)
-        summary = (self.folder / "summary.json").exists()
         return SimpleNamespace(
             state=read_state(self.folder),
             before=before,
             done=done,
-            folders=folders,
-            last=last,
-            summary=summary,
+            folders=runs.step_folders(self.folder),
+            last=runs.last_step(self.folder),
+            summary=(self.folder / "summary.json").exists(),
             **extra,
         )
 
@@ -95,9 +90,7 @@ class Life:
         runs.send_all(pids, signal.SIGKILL)
         return {"pids": pids}
 
-    def _rest(self, process):
-        """SIGTERM in the last step: there is nothing left to stop."""
-        return self._sigterm(process)
+    _rest = _sigterm  # in the last step: there is nothing left to stop
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration import runs
 from tests.integration.launches import Launch
-from torchtitan_lr.launch.run_folder import FAILED, read_state
+from torchtitan_lr.launch.run_folder import FAILED, LOST, read_state
 
 
 def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path):
@@ -47,13 +47,6 @@ def test_a_rank_that_cannot_save_is_no_success(tmp_path):
     assert "Traceback" not in done.err
 
 
-def end_survivors(pids):
-    """Ends ranks in the way that leaves a trace, if there are any left."""
-    while any(runs.process_state(pid) not in ("", "Z") for pid in pids):
-        runs.send_all(pids, signal.SIGTERM)
-        time.sleep(0.005)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_nobody_outlives_a_killed_one(tmp_path, victim):
@@ -70,7 +63,9 @@ def test_nobody_outlives_a_killed_one(tmp_path, victim):
     runs.send_all([run.pid if victim == "launcher" else ranks[1]], signal.SIGKILL)
     done = run.finish()
     # Before a process is seen to be gone, the kernel has sent SIGKILL to those bound to it.
-    end_survivors(ranks)
+    while any(runs.process_state(pid) not in ("", "Z") for pid in ranks):
+        runs.send_all(ranks, signal.SIGTERM)  # which leaves a trace
+        time.sleep(0.005)
     # Only the launcher, when it ends the rank that is left, sends a SIGTERM first.
     asked = {path.name for path in tmp_path.glob("asked*")}
     assert asked == ({"asked0"} if victim == "rank" else set())
@@ -97,6 +92,20 @@ def test_a_refusal_by_any_rank_is_told_and_not_restarted(tmp_path):
     assert done.status == 2, done.everything
     (line,) = done.own_lines()
     assert line.startswith("error: rank 1 failed: ConfigError: some.key: got 1, expected 2; ")
+
+
+def test_a_machine_that_has_lost_a_gpu_starts_no_rank_again(tmp_path):
+    gpus = tmp_path / "gpus"
+    gpus.write_text("2")
+    config = "--checkpoint.enable"  # which a restart needs
+    done = Launch(tmp_path, "fail", config, MAX_RESTARTS="3", GPUS=str(gpus)).finish()
+    assert done.status == 4, done.everything
+    (line,) = done.own_lines()
+    why = "rank 1 failed: ValueError: no such luck; NGPU: got 2, expected at most 1, the GPUs here"
+    assert line.startswith(f"error: {why}")
+    assert line.endswith("; there is no checkpoint to resume from")
+    state = read_state(tmp_path)
+    assert (state["state"], state["rank"]) == (LOST, 1) and why in state["error"]
 
 
 @pytest.fixture

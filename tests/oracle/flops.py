@@ -32,7 +32,6 @@ class LayerFlops:
 
     @property
     def total(self) -> int:
-        """Sum of the parts."""
         return self.attention_linears + self.attention_scores + self.feed_forward
 
 

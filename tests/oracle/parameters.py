@@ -8,8 +8,6 @@ from torchtitan_lr.models.args import LlamaArgs
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a whole model by part."""
-
     embedding: int
     attention: int
     feed_forward: int
@@ -19,12 +17,10 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """Sum of the parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def linear_parameters(d_in: int, d_out: int, rank: int | None) -> int:
-    """Return the parameters of one linear map without bias."""
     return d_in * d_out if rank is None else rank * (d_in + d_out)
 
 

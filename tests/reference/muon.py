@@ -29,7 +29,6 @@ class UsualMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all matrices, one after the other."""
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

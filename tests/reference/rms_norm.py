@@ -40,16 +40,13 @@ def half_units(found: Tensor, exact: Tensor) -> float:
     return float(((found.double() - exact).abs() / half).max())
 
 
-def statistic_error(terms: int) -> float:
-    """Bound of the relative error of a fp32 sum of squares in any order: 2⁻²⁴ for each rounding."""
-    # All terms are positive. Rounded are the additions, the squares, and a root, squared again.
-    return (terms + 4) * 2.0**-24
-
+STATISTIC_ERROR = (DIM + 4) * 2.0**-24
+"""Of a fp32 sum of squares in any order; rounded are additions, squares, and a root, squared."""
 
 LIMIT = {
     # The result's rounding; what fp32 lost before it is below a hundredth of bf16's.
     torch.bfloat16: 1.01,
     # In halves of fp32's unit, 2⁻²⁵ at least: half the statistic's error, then some operations.
-    torch.float32: (statistic_error(DIM) / 2 + 6 * 2.0**-24) / 2.0**-25,
+    torch.float32: (STATISTIC_ERROR / 2 + 6 * 2.0**-24) / 2.0**-25,
 }
 """Largest `half_units` of a norm whose statistic is fp32, by dtype."""

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The bytes that operators allocate, and what the host reads of a device."""
+"""What operators are given and return, allocate, and read of a device."""
 
 import gc
 from collections.abc import Callable
@@ -10,6 +10,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+class Noted(TorchDispatchMode):
+    """Calls a function with each operator, its arguments and its result."""
+
+    def __init__(self, note: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, result)
+        return result
 
 
 class Allocations(TorchDispatchMode):

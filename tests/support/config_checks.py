@@ -15,13 +15,11 @@ from torchtitan_lr.errors import ConfigError
 
 MAIN = ROOT / "train_configs" / "debug_cola.toml"
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
-NO_RUN = "./outputs/no_run"
-"""A dump folder without a run: the main job's has one once somebody has trained."""
 
 
 def check(*argv, world=4, device="cpu", config_file=MAIN):
-    # The file's 16 sequences are for ranks that it fits; here layouts and batches vary.
-    given = [f"--job.dump_folder={NO_RUN}", "--training.global_batch_size=-1"]
+    # The main job's folder may have a run, and its 16 sequences are for ranks that it fits.
+    given = ["--job.dump_folder=./outputs/no_run", "--training.global_batch_size=-1"]
     config = build_job_config([f"--job.config_file={config_file}", *given, *argv])
     check_job_config(config, world, device)
     return config

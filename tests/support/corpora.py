@@ -20,7 +20,6 @@ def write_corpus(
     held_out: Sequence[Documents] = (),
     masks: Sequence[Documents] | None = None,
 ) -> Corpus:
-    """Write a prepared corpus."""
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[list[ShardInfo]] = []
     for part, shards in zip(PARTS, (train, held_out), strict=True):
@@ -39,7 +38,6 @@ def write_corpus(
 def write_shard(
     prefix: Path, dtype: Any, documents: Documents, mask: Documents | None = None
 ) -> ShardInfo:
-    """Write the files of one shard."""
     files = {"": _joined(documents, dtype)}
     if mask is not None:
         files[".loss"] = _joined(mask, np.uint8)

@@ -63,9 +63,7 @@ class Watched(Trainer):
     def reject_a_step(self) -> dict[str, Any]:
         """Take a step with a NaN in one rank's backward, then a good one.
 
-        Returns:
-            ``changed`` (numbers that the rejected step changed in what is saved), ``trains``
-            (whether the next step changes the weights, and leaves them finite) and ``warnings``.
+        What is saved and ``changed`` by the first; whether the other ``trains``; ``warnings``.
         """
         batches, warnings = iter(self.dataloader), []
         self.metrics_processor.should_log = lambda step: False  # the curve is that of the run
@@ -118,10 +116,9 @@ def bytes_of(tensors: list[Any]) -> int:
 def run(arguments: list[str], folder: str = "", rejects: bool = False) -> dict[str, Any]:
     """Train in fp64, or in the bf16 that the arguments say; call it on every rank.
 
-    Returns:
-        What `parity_runs.train` returns, with ``first`` (of the first step: gathered ``gradients``
-        and ``parameters``, bytes ``held``), ``sent`` (the ledger's rows of every step), ``ranks``
-        (this rank's place in the mesh) and ``rejected`` (see `Watched.reject_a_step`).
+    Added to what `parity_runs.train` returns are ``first`` (of the first step: gathered
+    ``gradients`` and ``parameters``, bytes ``held``), ``sent`` (the ledger's rows of every step),
+    ``ranks`` (this rank's place in the mesh) and ``rejected`` (see `Watched.reject_a_step`).
     """
     found: dict[str, Any] = {}
 

@@ -24,7 +24,6 @@ def documented(page):
         elif words[0] == "torchtitan-lr":
             found.append((variables, words[1], words[2:]))
         elif "-m" in words and words[words.index("-m") + 1] == "torchtitan_lr":
-            found.append(
-                (variables, *(lambda rest: (rest[0], rest[1:]))(words[words.index("-m") + 2 :]))
-            )
+            name, *arguments = words[words.index("-m") + 2 :]
+            found.append((variables, name, arguments))
     return found

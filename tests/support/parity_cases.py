@@ -2,7 +2,7 @@
 """Small models under tensor parallelism, built alone, without a trainer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import tests.support.parity_runs  # noqa: F401  (adds the flavor)
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, resolve_settings
@@ -20,8 +22,6 @@ BATCH, TOKENS, VOCABULARY = 2, 8, 64
 
 @dataclass(frozen=True)
 class Case:
-    """A model under tensor parallelism."""
-
     family: str = "cola"
     settings: TPSettings = field(default_factory=TPSettings)
     degree: int = 2
@@ -33,21 +33,8 @@ class Case:
 
 
 def model_args(case: Case) -> LlamaArgs:
-    """Return a model shape with distinct widths, all divisible by four."""
-    low_rank = case.family != "full"
-    return LlamaArgs(
-        family=case.family,
-        dim=64,
-        n_layers=2,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=88,
-        vocab_size=VOCABULARY,
-        max_seq_len=TOKENS,
-        rank_attention=12 if low_rank else 0,
-        rank_ffn=20 if low_rank else 0,
-        activation="fullrank" if case.family in ("full", "svd") else "both",
-    )
+    usual = FLAVORS[case.family]["parity"]
+    return replace(usual, vocab_size=VOCABULARY, max_seq_len=TOKENS)
 
 
 def build_model(case: Case, prepare: Callable[[LlamaModel], None]) -> LlamaModel:
@@ -69,12 +56,10 @@ def tp_mesh(degree: int) -> DeviceMesh:
 
 
 def shard_model(case: Case) -> Callable[[LlamaModel], None]:
-    """Return what applies the case's tensor parallelism to a model."""
     settings = resolve_settings(case.settings, model_args(case), case.degree, TOKENS)
     return lambda model: apply_tensor_parallel(model, tp_mesh(case.degree), settings)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Return max|a - b| / max|b| of two tensors of one shape."""
     assert a.shape == b.shape, (a.shape, b.shape)
     return ((a - b).abs().max() / b.abs().max()).item()

@@ -96,7 +96,6 @@ DEEP = ["--model.flavor=parity4"]
 
 
 def model(family: str) -> list[str]:
-    """Return the argument that selects a family."""
     return [f"--model.name=llama_{family}"]
 
 
@@ -156,10 +155,8 @@ def _result_of(trainer: Trainer, everywhere: bool) -> dict[str, Any]:
     validated = trainer.job_config.validation.enable
     return {
         "step": trainer.step,
-        "skipped_steps": trainer.skipped_steps,
         "ledger": trainer._ledger.rows() if trainer._ledger else [],
         "last_val_loss": trainer.validator.last_loss if validated else None,
-        "state_dtypes": _state_dtypes(trainer.optimizers),
         "parameters": full_parameters(trainer.model_parts, everywhere),
     }
 
@@ -247,12 +244,6 @@ def rounding_excess(
     assert 1e-3 < statistics.median(usual.values()) < 0.2, f"the reference is no bf16 run: {usual}"
     least = floor([*usual.values()])
     return max(error / max(usual[name], least) for name, error in errors(run["parameters"]).items())
-
-
-def _state_dtypes(optimizers: Any) -> set[str]:
-    states = [s for o in optimizers.optimizers for s in o.state.values()]
-    tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    return {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
 
 
 def full_parameters(

@@ -2,6 +2,7 @@
 """Processes and their sockets by /proc."""
 
 import contextlib
+import multiprocessing
 import os
 import socket
 from ipaddress import ip_address
@@ -43,6 +44,18 @@ def listening(pid):
                 swapped = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
                 found.append(ip_address(b"".join(swapped)))
     return found
+
+
+def in_child(function):
+    """Call a function in a fork. Return its exit code when no process of it lives."""
+    context = multiprocessing.get_context("fork")
+    left, held = context.Pipe(duplex=False)
+    child = context.Process(target=function)
+    child.start()
+    held.close()
+    child.join(60)
+    assert left.poll(10)  # all that inherited the other end have closed it
+    return child.exitcode
 
 
 def free_port():

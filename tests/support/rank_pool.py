@@ -101,7 +101,6 @@ class RankPool:
             process.join(10)
 
     def close(self) -> None:
-        """End all processes."""
         for process, pipe in self._ranks:
             process.kill()
             process.join()

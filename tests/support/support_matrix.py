@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ Combination = dict[str, str]
 
 
 class SupportMatrix:
-    """The support matrix."""
-
     def __init__(self, path: Path = PATH) -> None:
         content = tomli.loads(path.read_text())
         self.axes: dict[str, dict[str, dict[str, Any]]] = content["axes"]
@@ -82,9 +80,9 @@ class SupportMatrix:
         replicas = 2 if combination["data"] in ("hsdp", "replicas") else 1
         accumulated = 2 if combination["accumulation"] != NONE else 1
         local = GLOBAL_BATCH // data_degree(combination) // accumulated
-        options = [o for axis, value in combination.items() for o in self._options(axis, value)]
+        chosen = [self.axes[axis][value]["arguments"] for axis, value in combination.items()]
         return [
-            *options,
+            *chain.from_iterable(chosen),
             f"--training.global_batch_size={GLOBAL_BATCH}",
             f"--training.local_batch_size={local}",
             f"--parallelism.data_parallel_replicate_degree={replicas}",
@@ -102,10 +100,6 @@ class SupportMatrix:
             # Accumulation changes which rows a replica has.
             alone |= {"data": replicas, "accumulation": combination["accumulation"]}
         return alone
-
-    def _options(self, axis: str, value: str) -> list[str]:
-        arguments: list[str] = self.axes[axis][value]["arguments"]
-        return arguments
 
     def table(self) -> str:
         """Return the lists of ``docs/choose.md``: every axis with its values, every refusal."""
@@ -143,12 +137,10 @@ def _replicas_apart(combination: Combination) -> str:
 
 
 def pairs(combination: Combination) -> Iterator[Any]:
-    """Yield every pair of values in a combination."""
     return combinations(sorted(combination.items()), 2)
 
 
 def data_degree(combination: Combination) -> int:
-    """Return the number of data-parallel ranks."""
     return {NONE: 1, "fsdp": 2, "hsdp": 4, "replicas": 2}[combination["data"]]
 
 

@@ -27,6 +27,25 @@ def small_library(tmp_path_factory):
         yield root
 
 
+@pytest.fixture
+def variables(monkeypatch):
+    """What sets variables, where none of a launcher's is set."""
+    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MAX_RESTARTS", raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def code_cache(tmp_path_factory):
     """Where transformers copies the code of models to, else below the home folder."""

@@ -4,10 +4,9 @@
 import pytest
 import torch
 from torch.nn.utils import get_total_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.allocations import peak_bytes
-from torchtitan_lr.numerics import joint_norm, rounded_once, scale_
+from tests.support.allocations import Noted, peak_bytes
+from torchtitan_lr.numerics import exact_products, joint_norm, product, rounded_once, scale_, sides
 
 BF16_ROUNDS = torch.tensor(1 / 393_728)
 """One over a number of tokens; bf16 is off by 0.24%."""
@@ -62,22 +61,30 @@ def test_an_update_of_two_operators_is_rounded_once():
     assert not twice.equal(narrow)
 
 
-class Factors(TorchDispatchMode):
-    """Records dtype and dimensions of what multiplies bf16 tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "mul" in str(func):
-            self.found.append((args[1].dtype, args[1].ndim))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_gpu_multiplies_bf16_in_fp32():
     """Its kernel would round a factor without dimensions; ``meta`` stands for it."""
     tensors = [torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 3), (4,))]
-    with Factors() as factors:
+    factors = []
+
+    def note(func, args, _):
+        if "mul" in str(func):
+            factors.append((args[1].dtype, args[1].ndim))
+
+    with Noted(note):
         scale_(tensors, BF16_ROUNDS.to("meta"))
-    assert factors.found == [(torch.float32, 2), (torch.float32, 1)]
+    assert factors == [(torch.float32, 2), (torch.float32, 1)]
+
+
+def test_a_gpu_multiplies_split_matrices_by_one_product_with_fp32_sums():
+    seen = []
+
+    def note(func, args, _):
+        if "mm" in func.__name__:
+            seen.append((func.__name__, *(x.dtype for x in args[:2]), tuple(args[0].shape)))
+
+    with Noted(note), exact_products(split=True):
+        for stack in ((), (3,)):
+            left, right = sides(torch.empty(*stack, 8, 16, device="meta"))
+            assert product(left, right).dtype == torch.float32
+    bf16 = torch.bfloat16
+    assert seen == [("mm.dtype", bf16, bf16, (8, 48)), ("bmm.dtype", bf16, bf16, (3, 8, 48))]

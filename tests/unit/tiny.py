@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Small models, and the part of a job's configuration that a model reads."""
 
-import copy
 from types import SimpleNamespace
 
 import torch
@@ -60,9 +59,3 @@ def job_config(seq_len=64, seed=0, **low_rank):
 
 def max_error(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
-
-
-def fp32_noise(model, ids):
-    """How far fp32's rounding moves the logits of this model on this machine."""
-    exact = copy.deepcopy(model).double()(ids)
-    return max_error(model(ids).double(), exact)

@@ -82,7 +82,6 @@ def tiny_trainer(folder, *options, ranks=1, exact=True):
 
 
 def history(trainer):
-    """Returns the records that the trainer has logged."""
     return read_history(Path(trainer.job_config.job.dump_folder) / HISTORY_FILE)
 
 

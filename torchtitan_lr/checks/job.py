@@ -16,6 +16,7 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (support.check_parallelism, ""),
     (support.check_checkpointing, ""),
     (support.check_step_graph, ""),
+    (support.check_profiling, ""),
     (values.check_training, ""),
     (values.check_folders, "files"),
     (values.check_checkpoint, "files"),

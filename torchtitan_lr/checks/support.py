@@ -101,11 +101,17 @@ def check_checkpointing(config: Any, world_size: int, device_type: str) -> None:
 
 def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
     """Refuse to capture what cannot be captured, where that is asked for."""
-    from torchtitan_lr.training.step_graph import why_eager
+    from torchtitan_lr.parallel.capture import why_eager
 
     if config.training.step_graph == "on":
-        reason = why_eager(config, device_type)
+        reason = why_eager(config, world_size, device_type)
         require(not reason, "training.step_graph", "on", f"'auto': {reason}")
+
+
+def check_profiling(config: Any, world_size: int, device_type: str) -> None:
+    """Check that ``[profiling]`` finds what it looks for."""
+    fits = device_type != "cpu" or not config.profiling.enable_memory_snapshot
+    require(fits, "profiling.enable_memory_snapshot", True, "false on a CPU")
 
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
@@ -117,6 +123,13 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     section, args, entry = config.optimizer, llama_args(config), ENTRIES[config.optimizer.name]
     if args is not None and entry.check is not None:
         imported(entry.check)(config, world_size, device_type)
+    if entry.rates is not None:
+        least, most, source = entry.rates
+        if not least <= section.lr <= most:
+            logger.warning(
+                "optimizer.lr = %g is beyond the rates of %s that are known to work, %g to %g (%s)",
+                *(section.lr, entry.name, least, most, source),
+            )
     # Offloading leaves the state on the host.
     fits = not (config.training.enable_cpu_offload and entry.sends_state)
     require(fits, "training.enable_cpu_offload", True, f"false with {entry.name}")
@@ -126,7 +139,7 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
             what = f"model.name = {config.model.name!r}"
         for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
             key, got = f"optimizer.{name}", getattr(section, name)
-            default = entry.defaults.get(key, getattr(Optimizer(), name))
+            default = entry.defaults_of(config.model.name).get(key, getattr(Optimizer(), name))
             require(got == default, key, got, f"{default!r} with {what}")
         return
     if section.groups:
@@ -169,7 +182,7 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     table, offload = section.pipeline_parallel_schedule_csv, config.training.enable_cpu_offload
     require(not table, "parallelism.pipeline_parallel_schedule_csv", table, "'' with a pipeline")
     require(not offload, "training.enable_cpu_offload", True, "false with a pipeline")
-    want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
+    want = "'default' with a pipeline: `torchtitan-lr check` rehearses a rank of each stage"
     require(config.comm.mode != "fake_backend", "comm.mode", config.comm.mode, want)
     if SCHEDULES[schedule][1]:  # backward in two halves, which run each graph twice
         compiled = config.compile.enable and "model" in config.compile.components

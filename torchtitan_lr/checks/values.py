@@ -127,22 +127,23 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 def check_corpora(config: Any, world_size: int, device_type: str) -> None:
     """Check that the corpora of a run are there and fit together; none of them is prepared."""
-    from torchtitan_lr.data.prepare import used_sections, wanted
+    from torchtitan_lr.data.prepare import used_sections, validation_sets, wanted
     from torchtitan_lr.data.sources import Reader
 
-    validation = config.validation
-    files: dict[str, set[Path]] = {"training": set(), "validation": set()}
-    for section in used_sections(config):
-        for part in wanted(config, section):
-            for source in part.sources:
-                found = Reader(source).files
-                if source.name == "local":
-                    files[section].update(file.resolve() for file in found)
-    if validation.dataset == "local":
-        shared = min(files["training"] & files["validation"], default=None)
-        advice = "validation.dataset = 'training' takes what is held out from it"
-        want = f"files that are not trained on ({shared} is); {advice}"
-        require(shared is None, "validation.dataset_path", validation.dataset_path, want)
+    sets, trained = validation_sets(config), set[Path]()
+    for section in used_sections(config):  # what is trained on first
+        files = set[Path]()
+        for source in (source for part in wanted(config, section) for source in part.sources):
+            found = Reader(source).files
+            if source.name == "local":
+                files.update(file.resolve() for file in found)
+        if section == "training":
+            trained = files
+        elif sets[section].dataset == "local":
+            shared = min(trained & files, default=None)
+            advice = f"{section}.dataset = 'training' takes what is held out from it"
+            want = f"files that are not trained on ({shared} is); {advice}"
+            require(shared is None, f"{section}.dataset_path", sets[section].path, want)
     _check_hub_tokens(config, world_size)
 
 
@@ -154,13 +155,14 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
     ensure_prepared(config, *used)  # all that is missing is found before the first is prepared
     rows_of_model = configured_args(config).vocab_size
     for section in used:
+        where = "training" if section == "training" else "validation"
         for part in open_rows(config, section):
             part.corpus.check_ids(rows_of_model)
             if part.cut:
                 logger.warning(
                     "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have "
                     "no room for an answer and are left out",
-                    *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
+                    *(part.cut, part.corpus.folder, where, part.seq_len, part.left_out),
                 )
 
 

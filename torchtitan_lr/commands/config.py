@@ -107,7 +107,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     arguments = [f"--{parse.CONFIG_FILE_KEY}={config}", *overrides]
     built, given = build_job_config(arguments), _set_by(arguments)
     name = built.optimizer.name
-    origins = dict.fromkeys(ENTRIES[name].defaults, f"{DEFAULT} of {name}")
+    origins = dict.fromkeys(ENTRIES[name].defaults_of(built.model.name), f"{DEFAULT} of {name}")
     files = parse.toml_files(built.job.config_file)
     tables = with_own_rates([*files.values()], name if "optimizer.name" in given else None)
     for (file, values), own in zip(files.items(), tables, strict=True):

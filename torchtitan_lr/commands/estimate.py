@@ -6,7 +6,7 @@
     torchtitan-lr estimate CONFIG --hardware h200 --json [--section.key=value ...]
     torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
     torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
-    torchtitan-lr estimate boost_7b --world 32 --layouts
+    torchtitan-lr estimate cola_7b --world 32 --layouts
 
 Prints parameters, FLOPs per token, the memory of the rank that needs most, the bytes that a rank
 passes to its collectives per step, and a modelled step time. One CONFIG stands beside its model on
@@ -17,8 +17,9 @@ Further arguments override the TOMLs, as in a run. All plans have the same activ
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running
 uncompiled blocks on tensors without data, with a GPU's norms ("working" is the additional memory
 of backward); "buffers" include FSDP's unsharded weights. The step time is a model, compared with
-published times in docs/results.md; "compute" is products and attention. With context parallelism
-all plans gather keys and values.
+times of one GPU and published ones in docs/results.md; "compute" is products and attention, "host"
+what the device waits for a host that launches kernel by kernel. With context parallelism all plans
+gather keys and values.
 """
 
 import argparse

@@ -18,6 +18,7 @@ _PARTS = {
     "exposed_communication": "communication that nothing hides",
     "bubble": "the pipeline's idle time",
     "optimizer": "the optimizer on larger shards",
+    "host": "the host, which launches its kernels",
 }
 """Where a slower layout's time goes, by the parts of `StepTime`."""
 
@@ -40,7 +41,7 @@ def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[st
     }
 
 
-def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware) -> str:
+def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware, compares: bool = True) -> str:
     """Say how long a run takes, by its column of a report, and whether another layout is faster."""
     seconds, peak = column["step_time"]["total"], column["memory_bytes"]["peak"] / GIB
     days = seconds * run.config.training.steps / 86400
@@ -48,7 +49,8 @@ def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware) -> str:
     mfu = ideal / (hardware.peak_tflops * 1e12 * run.world) / seconds
     line = f"modelled: {days:.2g} days, {mfu:.0%} MFU, {peak / hardware.memory_gib:.0%} of "
     line += f"{hardware.memory_gib:g} GiB"
-    others = report_layouts(run, hardware, splits=False)["layouts"] if run.world > 1 else []
+    compares = compares and run.world > 1
+    others = report_layouts(run, hardware, splits=False)["layouts"] if compares else []
     if others and seconds > 1.1 * others[0]["step_time"]["total"]:
         times = seconds / others[0]["step_time"]["total"]
         rows = f"{others[0]['microbatch']} rows x {others[0]['microbatches']}"
@@ -98,13 +100,12 @@ def _slower(found: Layouts) -> list[dict[str, Any]]:
 
 def as_text(report: dict[str, Any]) -> str:
     """Format the fastest layouts as a table; the others by what they lose to."""
-    head = ["step", "products", "others", "exposed", "bubble", "optimizer"]
+    head = ["step", "products", "others", "exposed", "bubble", "optimizer", "host"]
     head += ["MFU", "memory", "rows x rounds", "days", "GPU-hours"]
     rows = []
     for row in report["layouts"][:SHOWN]:
         time = row["step_time"]
-        parts = ("total", "compute", "element_wise", "exposed_communication", "bubble", "optimizer")
-        cells = [f"{time[part]:.3f}" for part in parts]
+        cells = [f"{time[part]:.3f}" for part in ("total", *_PARTS)]
         cells += [f"{row['mfu']:.0%}", f"{row['peak_bytes'] / GIB:.1f}"]
         cells += [f"{row['microbatch']} x {row['microbatches']}"]
         cells += [f"{row['days']:.3g}", f"{row['gpu_hours']:,.0f}"]

@@ -11,7 +11,8 @@ CONFIG is a TOML file or the name of a shipped one such as cola_60m; arguments o
                 GPUs, at most 4; without GPUs 4; CUDA_VISIBLE_DEVICES= trains on the CPU)
   LOG_RANK      ranks whose output is shown, by their number on this machine, e.g. 0,1 (default 0);
                 the logs have all output
-  COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
+  COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU, without a
+                pipeline, whose stages `torchtitan-lr check` rehearses
   NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name;
                 NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost
   MAX_RESTARTS  how often failed ranks are started again, from the last checkpoint (default 0)
@@ -23,8 +24,13 @@ later, kills at once. SIGUSR1, a scheduler's notice, does the same and may be re
 
 import argparse
 import os
+import subprocess
+from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser
+
+if TYPE_CHECKING:  # it imports the checks
+    from torchtitan_lr.launch.placement import Placement
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -43,4 +49,32 @@ def run(args: argparse.Namespace) -> int:
         from torchtitan_lr.train import main as train_rank
 
         exit_without_teardown(train_rank(train_arguments(args.arguments, read_environment())))
-    exit_without_teardown(main(args.arguments))
+    exit_without_teardown(main(args.arguments, tell_modelled))
+
+
+def tell_modelled(placed: "Placement") -> None:
+    """Print the last line of `estimate`, if a shipped file describes the GPUs of a run."""
+    from torchtitan_lr.costs.hardware import DEVICES, load_hardware
+
+    name = DEVICES.get(gpu_name()) if placed.device == "cuda" else None
+    if name is None:
+        return
+    from torchtitan_lr.commands import estimate_layouts, estimate_report
+    from torchtitan_lr.costs.described_run import read_run
+
+    hardware, run = load_hardware(name), read_run(placed.config, placed.environment.world_size)
+    report = estimate_report.estimate({"": run}, hardware)
+    compares = run.args.lanes == 1  # else a rank that has them all takes many seconds of a core
+    line = estimate_layouts.in_one_line(run, report, hardware, compares)
+    print(f"{hardware.name}, {line}", flush=True)
+
+
+def gpu_name() -> str:
+    """Return what the driver calls this machine's first GPU; empty where it does not answer."""
+    # Not by torch, which would open the device: a launcher computes nothing there.
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.partition("\n")[0].strip()

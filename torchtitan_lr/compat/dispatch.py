@@ -47,18 +47,6 @@ FLEX_ATTENTION_CALL = inductor_compiled_code
 function, the only one of a block that torch wraps so. If upstream renames it, the import fails."""
 
 
-def flash_attention_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return attention's output of the last tokens of a prefix, by CUDA's flash kernel.
-
-    q (b, h, n, head_dim) are the last n tokens' queries, k and v (b, h_kv, s, head_dim) are of all
-    s. They are in half precision, and 8 divides head_dim: else a `RuntimeError`.
-    """
-    # For this operator ``is_causal`` means from the lower right, as `torch.nn.attention.bias` says.
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    out: Tensor = kernel(q, k, v, 0.0, is_causal=True)[0]
-    return out
-
-
 def schema_of(func: Any) -> tuple[str, list[str]]:
     """Return an operator's name without its namespace, and the names of its parameters."""
     schema = func._schema

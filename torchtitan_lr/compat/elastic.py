@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ class Agent(LocalElasticAgent):
         logs: DefaultLogsSpecs,
         max_restarts: int,
         final: Collection[int],  # exit statuses that are not restarted
+        lost: Callable[[], str],  # why, after a failure, the others must go on without this machine
+        lost_status: int,  # that of such a failure
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -83,7 +85,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.1,
         )
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:")
-        self._final, self._cause = final, ""
+        self._final, self._lost, self._lost_status, self._cause = final, lost, lost_status, ""
         # Not those that the launcher, or a command, handles itself.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
 
@@ -143,10 +145,12 @@ class Agent(LocalElasticAgent):
             found, output = result.failures[rank], self._pcontext.stdouts[rank - first]
             codes = {local: process.poll() for local, process in self._processes().items()}
             stuck = [first + local for local in left if codes[local] == -signal.SIGKILL]
-            error = _reported(found).strip().partition("\n")[0]
-            self.failure = Failure(rank, found.exitcode, error, Path(output).parent, stuck)
+            error, status = _reported(found).strip().partition("\n")[0], found.exitcode
+            if self.restarts and status not in self._final and (lost := self._lost()):
+                status, error = self._lost_status, "; ".join(filter(None, (error, lost)))
+            self.failure = Failure(rank, status, error, Path(output).parent, stuck)
             self._cause = str(self.failure)
-            if not self.restarts or found.exitcode in self._final:
+            if not self.restarts or status in self._final:
                 self._remaining_restarts = 0
         return result
 

@@ -97,8 +97,8 @@ def _own_param_groups(module: FSDPModule) -> list[OwnParamGroup]:
     return groups
 
 
-def watch_gradients(module: FSDPModule, norms: Norms) -> None:
-    """Let a unit add the norms of this rank's own gradients to a list, see `OwnParamGroup`."""
+def watch_gradients(module: FSDPModule, norms: Norms | None) -> None:
+    """Let a unit add the norms of this rank's own gradients to a list, or no longer (None)."""
     # If upstream reduces elsewhere than in ``post_backward``, the list stays empty, and a rank that
     # made a NaN is not named.
     for group in _own_param_groups(module):

@@ -11,6 +11,7 @@ ledger raises for one that is not in the table. Tested with torch 2.11, 2.13 and
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -155,6 +156,15 @@ def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not besides and dist.get_backend(group) != "fake":
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def write_flight_record() -> None:
+    """Write gloo's record of collectives where NCCL writes its own, as torchtitan configures."""
+    place = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    # If the undocumented ``_dump_fr_trace`` is renamed, nothing is written, and a test fails.
+    if place and dist.is_initialized() and dist.get_backend() == "gloo":
+        with suppress(OSError, AttributeError), open(f"{place}{dist.get_rank()}", "wb") as file:
+            file.write(getattr(torch._C._distributed_c10d, "_dump_fr_trace")())  # noqa: B009
 
 
 def group_name_of(group: Any) -> str:

@@ -55,9 +55,12 @@ def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_reco
     own = with_own_rates(layers, given.get("optimizer", {}).get("name"))
     values = parse.merge_tables([*own, given])
     name = values.get("optimizer", {}).get("name", schema.Optimizer.name)
-    for key, value in ENTRIES[name].defaults.items():
+    model = values.get("model", {}).get("name", schema.Model.name)
+    defaults: dict[str, dict[str, Any]] = {}
+    for key, value in ENTRIES[name].defaults_of(model).items():
         section, _, option = key.partition(".")
-        values.setdefault(section, {}).setdefault(option, value)
+        defaults.setdefault(section, {})[option] = value
+    values = parse.merge_tables([defaults, values])
     _check_ranges(values, config_cls, unread_keys(name))
     _set_warmup(values, [] if of_record else [*layers, given])
     folder = values.get("job", {}).get("dump_folder", ".")

@@ -272,7 +272,7 @@ class Training:
 
     max_norm: Annotated[float | int, POSITIVE] = 0.5
     """Gradients are clipped to this global norm; inf disables clipping, and is the default with
-    Muon, Spectron and LoRAMuon."""
+    Muon and LoRAMuon, 1.0 with Spectron."""
 
     max_skipped_steps: Annotated[int, NATURAL, FREE] = 0
     """Number of steps with a non-finite loss or gradient that may be skipped in the whole run
@@ -379,16 +379,14 @@ class Optimizer:
     """Optimizer to use:
     - 'AdamW', 'Adam': for every parameter
     - 'TSRAdam': replicas exchange r×r cores instead of gradients
-    - 'Muon': orthogonal updates of every matrix of the blocks; ``lr`` is 1e-3 by default,
-      ``weight_decay`` 0.1 and ``nesterov`` true
-    - 'Spectron': for low-rank factors, with a bounded change of their product; ``lr`` is 1e-2 by
-      default, ``momentum`` 0.9 and ``adamw_lr`` 3e-3
-    - 'LoRAMuon': for low-rank factors, the steepest descent of their product; ``lr`` is 2e-2 by
-      default and ``adamw_lr`` 3e-3
+    - 'Muon': orthogonal updates of every matrix of the blocks
+    - 'Spectron': for low-rank factors, with a bounded change of their product
+    - 'LoRAMuon': for low-rank factors, the steepest descent of their product
     - the name of an optimizer that ``experimental.custom_import`` registers
 
-    With 'Muon', 'Spectron' and 'LoRAMuon', gradients are not clipped unless ``training.max_norm``
-    is set, and AdamW updates all parameters that they do not: embedding, head, norms and gates."""
+    With 'Muon', 'Spectron' and 'LoRAMuon', AdamW updates all parameters that they do not:
+    embedding, head, norms and gates. Defaults that depend on the name and on ``model.name`` are in
+    docs/choose.md and, with their sources, in optim/entries.py; ``config show`` marks them."""
 
     beta2: Annotated[float, DECAY] = 0.999
     """Decay of the second moment."""
@@ -416,7 +414,8 @@ class Optimizer:
 
     adamw_lr: Annotated[float, FINITE] = 0.0
     """Learning rate of the embedding, the head, norms and gates, which AdamW updates beside a
-    spectral optimizer too (with ``beta1``, ``beta2`` and ``eps``); 0 uses ``lr``."""
+    spectral optimizer too (with ``beta1``, ``beta2`` and ``eps``); 0 uses ``lr``. The default is
+    6e-2 with 'Muon', 'Spectron' and 'LoRAMuon'."""
 
     adamw_weight_decay: Annotated[float, _DECAY_OR_SAME] = -1.0
     """Weight decay of the embedding, the head, norms and gates; -1 uses `weight_decay`."""
@@ -436,8 +435,9 @@ class Optimizer:
     tsr_scale: Annotated[float, NOT_ZERO] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
-    tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0: dense"), OPTIMIZER] = 64
-    """TSRAdam: rank of the token embedding; 0 leaves it dense."""
+    tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0: dense"), OPTIMIZER] = 0
+    """TSRAdam: rank of the token embedding; 0 leaves it dense, which sends more and loses less: in
+    our runs 0.125 instead of 0.597 behind AdamW."""
 
     tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
     """TSRAdam: steps between refreshes of the embedding's bases."""
@@ -563,10 +563,14 @@ class Outer:
     """Parts of the model, of consecutive layers, that are exchanged in turns: each every ``every``
     steps, all of them after the last step."""
 
+    overlap: bool = False
+    """Send while the next step computes, and take the outer step after it. A replica keeps what it
+    has changed in that step."""
+
 
 @dataclass
 class ActivationCheckpoint:
-    """Additions to torchtitan's ``[activation_checkpoint]``."""
+    """Additions to torchtitan's ``[activation_checkpoint]``, and a changed default."""
 
     mode: Annotated[str, AC_MODES] = "none"
     """Activations to recompute in backward: torchtitan's modes, and 'low_rank', which saves the
@@ -576,10 +580,13 @@ class ActivationCheckpoint:
     low_rank_save_attention: bool = True
     """'low_rank': also save attention's output and log-sum-exp, instead of recomputing them."""
 
+    preserve_rng_state: bool = False
+    """'full', 'selective': let a block of your own draw the same random numbers again."""
+
 
 @dataclass
 class Validation:
-    """Changed defaults of torchtitan's ``[validation]``, and an additional key."""
+    """Changed defaults of torchtitan's ``[validation]``, and additional keys."""
 
     first_step: bool = False
     """Also validate after step 1, where the loss is that of an untrained model."""
@@ -591,6 +598,12 @@ class Validation:
       'c4'
     - 'cpython', 'python_stdlib', 'python_stdlib_docs': their held-out files
     - 'local': all files that ``dataset_path`` names; none of them may be a training file"""
+
+    sets: list[dict[str, str | int]] = field(default_factory=list)
+    """More sets, each validated with that of ``dataset`` and logged under its own name: a table
+    ``[[validation.sets]]`` for each, with the keys ``dataset``, ``dataset_path``, ``steps`` (by
+    default the section's) and ``name`` (as in ``validation_metrics/NAME/loss``; by default the
+    dataset). Batches and `seq_len` are the section's."""
 
 
 @dataclass
@@ -662,7 +675,8 @@ class LRScheduler:
     warmup_ratio: Annotated[float, _RATIO, FREE] = 0.02
     """Share of the steps, or of ``total_steps``, in which the learning rate grows: it sets
     ``warmup_steps`` (by default torchtitan's 200 of its 10,000). -1 is off: ``warmup_steps``
-    that a later file or the command line sets does that."""
+    that a later file or the command line sets does that. The default is 0.05 with Spectron, 0.1
+    with AdamW and a low-rank family."""
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, imported
+from torchtitan_lr.parallel.capture import why_eager
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, tp_settings
@@ -115,6 +116,22 @@ class Run:
     def reshards(self) -> bool:
         """Whether FSDP2 gathers weights again for backward."""
         return self.shard > 1 and reshard_after_forward(self.config, self.pp > 1)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether FSDP2 holds the parameters."""
+        sizes = self.precision
+        return self.shard > 1 or self.replicas > 1 or sizes.compute != sizes.parameter
+
+    @property
+    def captured(self) -> bool:
+        """Whether a GPU runs each pass as one graph."""
+        config = self.config
+        if self.baseline:
+            optimizer = replace(config.optimizer, name="AdamW")
+            compression = replace(config.grad_compression, codec="none")
+            config = replace(config, optimizer=optimizer, grad_compression=compression)
+        return not why_eager(config, self.world, "cuda")
 
     @property
     def compresses(self) -> bool:

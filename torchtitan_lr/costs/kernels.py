@@ -5,11 +5,11 @@ The recorder sees every operator below autograd, backward and recomputation incl
 """
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,27 +25,48 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 _PICKS = ("gather", "embedding")  # operators that read of a table as much as they return
 
 
-class Work(NamedTuple):
+Product = tuple[float, float]  # FLOPs, and bytes of factors and result, each passed once
+Heads = tuple[int, int]  # of fused attention: their width, and the keys of a query
+
+
+@dataclass(frozen=True)
+class Work:
     """Work of a device: of a block, of the ends of a model, or of an optimizer's step."""
 
-    flops: float = 0.0  # of matrix products
-    moved: float = 0.0  # bytes of their factors and results, each passed over memory once
-    products: float = 0.0  # their number
+    products: Mapping[Product, float] = field(default_factory=dict)  # numbers of matrix products
     # FLOPs of fused attention; the masked half of the scores is not computed
-    attention: float = 0.0
+    attention: Mapping[Heads, float] = field(default_factory=dict)
     traffic: float = 0.0  # bytes that the other kernels read and write
     kernels: float = 0.0  # number of those and of attention's
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of matrix products."""
+        return sum(flops * number for (flops, _), number in self.products.items())
+
+    @property
+    def launches(self) -> float:
+        """Number of all kernels."""
+        return self.kernels + sum(self.products.values())
+
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         """Return this work and ``times`` the other."""
-        pairs = zip(self, other, strict=True)
-        return Work(*(mine + times * more for mine, more in pairs))
+        products, attention = dict(self.products), dict(self.attention)
+        for product, number in other.products.items():
+            products[product] = products.get(product, 0.0) + times * number
+        for heads, flops in other.attention.items():
+            attention[heads] = attention.get(heads, 0.0) + times * flops
+        traffic, kernels = (
+            self.traffic + times * other.traffic,
+            self.kernels + times * other.kernels,
+        )
+        return Work(products, attention, traffic, kernels)
 
 
 def product_work(batch: int, m: int, n: int, k: int, itemsize: int) -> Work:
     """Return the work of one kernel: ``batch`` products (m, k) by (k, n)."""
     sides = m * k + k * n + m * n
-    return Work(2 * batch * m * n * k, batch * sides * itemsize, 1)
+    return Work({(2 * batch * m * n * k, batch * sides * itemsize): 1})
 
 
 @dataclass
@@ -117,7 +138,8 @@ class Recorder(RehearsalMode):
             sides = a.shape[-2], b.shape[-1], a.shape[-1]
             operator.heavy = product_work(prod(a.shape[:-2]), *sides, a.element_size())
         elif name.startswith(_ATTENTION):
-            operator.heavy = Work(attention=_attention_flops("backward" in name, args), kernels=1)
+            heads, flops = _attention("backward" in name, args)
+            operator.heavy = Work(attention={heads: flops}, kernels=1)
         operator.extern = operator.heavy is not None or "c10d" in namespace
         self._operators.append(operator)
 
@@ -205,13 +227,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in dispatch.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _attention_flops(backward: bool, args: Any) -> float:
-    """Return the FLOPs of fused attention, whose factors (b, h, s, e) are among its arguments."""
+def _attention(backward: bool, args: Any) -> tuple[Heads, float]:
+    """Return heads and FLOPs of fused attention, whose arguments have factors (b, h, s, e)."""
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     # Two products forward, five backward, which computes the scores again: each below the
     # diagonal. With fewer queries it ends in the lower right.
     each = float(query.numel() * (2 * key.shape[-2] - query.shape[-2]))
-    return (5 if backward else 2) * each
+    return (query.shape[-1], key.shape[-2]), (5 if backward else 2) * each
 
 
 def _runs(operators: list[_Kernel]) -> list[_Kernel]:

@@ -3,7 +3,7 @@
 
 Every layout trains the same rows in a step. Tensor parallelism stays within a node, and a row is
 split into pieces of at least `PIECE` tokens. Replicas are none, whole nodes or as many as there can
-be. A micro-batch has 1, 2, 4, … or 64 rows.
+be. A micro-batch has 1, 2, 4, … or 64 rows, of at most `MOST_TOKENS` tokens together.
 """
 
 import math
@@ -21,6 +21,7 @@ from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.errors import ConfigError
 
 PIECE = 1024  # tokens of a row on a context-parallel rank: fewer make thin products
+MOST_TOKENS = 32768  # of a micro-batch on a rank: more make no product faster
 GIB = 2**30
 
 
@@ -110,25 +111,40 @@ def _fastest(config: Any, world: int, hardware: Hardware) -> Layout:
     smallest = read_run(config, world)
     # Rows of a data-parallel rank in a step, of which a micro-batch has a divisor.
     own = config.training.global_batch_size * smallest.cp // (smallest.shard * smallest.replicas)
-    batches = [batch for batch in (64, 32, 16, 8, 4, 2, 1) if own % batch == 0]
+    most = min(own, MOST_TOKENS * smallest.cp // smallest.seq_len)
+    batches = [n for n in (64, 32, 16, 8, 4, 2) if own % n == 0 and n <= most] + [1]
+    limit = hardware.memory_gib * GIB
     fitting: list[Layout] = []
     for batch in batches:
-        layout = _with_batch(config, batch, world, hardware)
-        if layout.peak <= hardware.memory_gib * GIB or batch == 1:
+        if batch > 1 and least_peak(config, batch, world) > limit:
+            continue
+        layout = _model(with_batch(config, batch, world), hardware)
+        if layout.peak <= limit or batch == 1:
             fitting.append(layout)
         if len(fitting) == min(smallest.pp, 2):
             break
     return min(fitting, key=lambda layout: layout.time.total)
 
 
-def _with_batch(config: Any, batch: int, world: int, hardware: Hardware) -> Layout:
-    """Model a layout with a number of rows in a micro-batch."""
+def with_batch(config: Any, batch: int, world: int) -> Run:
+    """Return a layout with a number of rows in a micro-batch."""
     if config.parallelism.pipeline_parallel_degree > 1:
         section = replace(config.parallelism, pipeline_parallel_microbatch_size=batch)
         config = replace(config, parallelism=section)
     else:
         config = replace(config, training=replace(config.training, local_batch_size=batch))
-    run = read_run(config, world)
+    return read_run(config, world)
+
+
+def least_peak(config: Any, batch: int, world: int) -> float:
+    """Return less than the first rank's peak: blocks keep so many times what they keep of a row."""
+    # A batch that does not fit is the slowest to rehearse: its loss has most chunks.
+    one = rehearse_run(with_batch(config, 1, world))
+    blocks = replace(one, block=one.block * batch, ends=0, working=0)
+    return 0.98 * rank_memory(with_batch(config, batch, world), 0, blocks)["peak"]
+
+
+def _model(run: Run, hardware: Hardware) -> Layout:
     rehearsal = rehearse_run(run)
     # The first stage keeps most micro-batches, but one in the middle may have more blocks.
     peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in range(run.pp))

@@ -34,8 +34,9 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     ends = parts["gradients"] + round(rehearsal.block)
     moving = parts["gradients"] + begins if run.rounds > 1 else max(begins, ends)
     if run.outer.every:  # an exchange comes after backward
-        exchange = run.outer.exchange_bytes(run.pieces_of(pp_rank))
-        moving = max(moving, parts["gradients"] + exchange)
+        pieces = run.pieces_of(pp_rank)
+        moving += run.outer.travelling_bytes(pieces)
+        moving = max(moving, parts["gradients"] + run.outer.exchange_bytes(pieces))
     standing = parts["weights"] + parts["optimizer"] + parts["buffers"]
     return parts | {"peak": standing + moving}
 

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Rows of predicted traffic; elements are counted like in the ledger."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -47,13 +46,12 @@ forward, backward = partial(of_pass, "forward"), partial(of_pass, "backward")
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """Add up rows that differ only in calls and elements."""
-    calls: Counter[Traffic] = Counter()
-    elements: Counter[Traffic] = Counter()
+    sums: dict[tuple[str, Pass, str, str, str], tuple[int, int]] = {}
     for row in rows:
-        kind = replace(row, calls=0, elements=0)
-        calls[kind] += row.calls
-        elements[kind] += row.elements
-    return [replace(kind, calls=n, elements=elements[kind]) for kind, n in calls.items()]
+        kind = row.scope, row.pass_, row.op, row.role, row.mesh_dim
+        calls, elements = sums.get(kind, (0, 0))
+        sums[kind] = calls + row.calls, elements + row.elements
+    return [Traffic(*kind[:4], *numbers, kind[4]) for kind, numbers in sums.items()]
 
 
 def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:

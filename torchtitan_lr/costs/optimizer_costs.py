@@ -108,15 +108,19 @@ class OuterCost:
         # What is held of each parameter: common weights, momentum and a residual.
         self.copies = 2 + (self.rounds and self.section.feedback) if self.every else 0
 
-    def exchanges(self, pp_rank: int) -> list[Traffic]:
-        """Return what a rank sends for each fragment that it has a part of."""
-        pieces = self.run.pieces_of(pp_rank) if self.every and self.run.replicas > 1 else {}
+    def _fragments(self, pieces: NamedShapes) -> list[int]:
+        """Return the numbers of each fragment that a rank has a part of."""
         fragments = layer_fragments(pieces, self.run.args.n_layers, self.section.fragments)
         sizes = Counter[int]()
         for name, piece in pieces.items():
             sizes[fragments[name]] += prod(piece)
+        return [*sizes.values()]
+
+    def exchanges(self, pp_rank: int) -> list[Traffic]:
+        """Return what a rank sends for each fragment that it has a part of."""
+        pieces = self.run.pieces_of(pp_rank) if self.every and self.run.replicas > 1 else {}
         op, role, rows = "all_reduce", "outer", []
-        for entries in sizes.values():
+        for entries in self._fragments(pieces):
             if self.rounds:
                 op, role = "all_gather", "index"
                 entries = self.run.replicas * coded_bytes(entries, self.section.bits)
@@ -152,6 +156,15 @@ class OuterCost:
         # Its own, those of all, and the one that is decoded.
         messages = (2 + self.run.replicas) * coded_bytes(entries, self.section.bits)
         return (2 * size + 4 + 2) * entries + messages
+
+    def travelling_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of changes and messages that travel during a step, if they do."""
+        if not (self.every and self.section.overlap):
+            return 0
+        entries, size = max(self._fragments(pieces)), self.run.precision.parameter
+        if not self.rounds:
+            return 2 * size * entries
+        return size * entries + (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
 
 
 class MatrixCost(OptimizerCost):
@@ -210,7 +223,7 @@ class SpectralCost(MatrixCost):
         flops = spectral_flops(self.rule, matrices, self.run.ranks)
         kernels = self.rule.kernels * len(matrices)
         traffic = passes + self.adamw_traffic(others)
-        return Work(flops=flops, traffic=traffic, kernels=kernels)
+        return Work({(flops, 0.0): 1}, traffic=traffic, kernels=kernels)
 
     def model_flops(self) -> float:
         """Return the FLOPs of all products of a step, each once."""
@@ -313,7 +326,7 @@ class TSRCost(OptimizerCost):
             else:
                 others[name] = piece
         traffic += self.adamw_traffic(others)
-        return Work(flops=flops, traffic=traffic, kernels=TSR_KERNELS * count)
+        return Work({(flops, 0.0): 1}, traffic=traffic, kernels=TSR_KERNELS * count)
 
 
 def _oriented(plan: MatrixPlan, sides: Sequence[Side]) -> Sequence[Side]:

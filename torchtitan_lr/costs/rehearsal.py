@@ -158,8 +158,7 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
     for backward in (False, True):
         less, more = (run.recorder.work(backward, workload.compiles) for run in (one, two))
         block_work.append(Work().plus(more.plus(less, -1), 1 / period))
-        # The trainer compiles block by block: embedding, norm, head and loss run as written.
-        less, more = (run.recorder.work(backward, fused=False) for run in (one, two))
+        # The trainer compiles block by block, and the loss: with it count embedding and norm.
         ends_work.append(less.plus(less.plus(more, -1)))
     return Rehearsal(
         block=(two.kept - one.kept) / period,

@@ -6,6 +6,7 @@ The order is torch's; each action takes its stage's time and waits for what it n
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torchtitan_lr.parallel.stage_split import SCHEDULES
@@ -19,6 +20,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
+@lru_cache(maxsize=8)  # each rank of a run asks for it
 def pipeline_order(
     schedule: str, ranks: int, stages_per_rank: int, microbatches: int
 ) -> list[list[Action]]:

@@ -128,7 +128,8 @@ def tsr_traffic(
 def _refresh(fresh: Sequence[TSRMatrix], replicas: tuple[str, ...], rotates: bool) -> list[Traffic]:
     """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, signs, checksums.
 
-    Signs come from the sketch and then, for each projected side, from the earlier bases.
+    Signs come from the sketch and then, for each projected side, from the earlier bases, in one sum
+    with the test whether the new ones are orthonormal.
     """
     rows: list[Traffic] = []
     axes: list[Axis] = ["columns", *(("rows", "columns") * fresh[0].plan.power_iterations), "rows"]
@@ -144,12 +145,13 @@ def _refresh(fresh: Sequence[TSRMatrix], replicas: tuple[str, ...], rotates: boo
         rows += _sums("sketch", sketches)
         rows += [_row("all_gather", "sketch", n, dim) for dim, n in gathers.items()]
     both = [m for m in fresh if m.plan.two_sided]
+    r = fresh[0].plan.rank
     signs: list[tuple[Sequence[TSRMatrix], Axis, int]]
-    signs = [(fresh, "columns", 1), (fresh, "rows", 1), (both, "columns", 1)]
+    signs = [(fresh, "columns", r), (fresh, "rows", 2 * r), (both, "columns", 2 * r)]
     if rotates:
-        signs += [(fresh, "rows", 2), (both, "columns", 2)]
-    for matrices, axis, power in signs:
-        rows += _sums("sketch", ((getattr(m, axis), m.plan.rank**power) for m in matrices))
+        signs += [(fresh, "rows", r * r), (both, "columns", r * r)]
+    for matrices, axis, numbers in signs:
+        rows += _sums("sketch", ((getattr(m, axis), numbers) for m in matrices))
     return [*rows, *_sums("checksum", [(replicas, 2 * len(fresh))])]
 
 

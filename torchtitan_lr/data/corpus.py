@@ -347,7 +347,7 @@ class Rows:
         if self.pairs:
             self._firsts, self._lasts = self._packed()
             self._count = len(self._firsts)
-        part = f"the {'held-out' if held_out else 'training'} part of {corpus.folder}"
+        part = f"the {'held-out' if held_out else 'training'} part of {name} {corpus.folder}"
         want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
         if self.pairs:
             want = f"more tokens: in {part} no answer has room behind its prompt"

@@ -13,13 +13,14 @@ import atexit
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan_lr.console.log import say
 from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
@@ -42,11 +43,12 @@ C4 = {"hf_name": "en", "hf_split": "train", "hf_held_out": "validation"}
 KEYS = ("dataset", "weight", "path", "name", "text_column", "hf_name", "hf_split")
 """Keys of an entry of `training.mixture`; the last three replace `training`'s keys."""
 
+SET_KEYS = ("dataset", "dataset_path", "steps", "name")
+"""Keys of an entry of `validation.sets`."""
+
 PREPARED = "TORCHTITAN_LR_PREPARED"  # variable of the ranks: the prepared folders, as JSON
 
 KEY = "training.token_folder"
-
-Section = Literal["training", "validation"]
 
 HELD_OUT_TOKENS = 1 << 24  # of a Hub dataset's split, unless validation reads all of it
 
@@ -61,14 +63,35 @@ class Part:
     folder: str = ""  # of its tokens; empty until it is prepared
 
 
-def wanted(config: Any, section: Section = "training") -> list[Part]:
-    """Return what a section of a run's ``JobConfig`` or record reads."""
-    validation = config.validation
-    if section == "validation" and validation.dataset != "training":
-        entries = [{"dataset": validation.dataset, "path": validation.dataset_path}]
+@dataclass(frozen=True)
+class Validation:
+    """A validation set of a run."""
+
+    name: str  # in the keys of its metrics; empty for the set of ``[validation]`` itself
+    dataset: str
+    path: str | None
+    steps: int  # the most batches per rank; -1 for all
+
+
+def validation_sets(config: Any) -> dict[str, Validation]:
+    """Return a run's validation sets by their tables' keys: ``[validation]``, then its ``sets``."""
+    own = config.validation
+    found = {"validation": Validation("", own.dataset, own.dataset_path, own.steps)}
+    for index, entry in enumerate(_checked("validation.sets", own.sets, SET_KEYS)):
+        name, path = entry.get("name") or entry["dataset"], entry.get("dataset_path")
+        steps = entry.get("steps", own.steps)
+        found[f"validation.sets[{index}]"] = Validation(name, entry["dataset"], path, steps)
+    return found
+
+
+def wanted(config: Any, section: str = "training") -> list[Part]:
+    """Return what a run's ``JobConfig`` or record trains on, or reads for a validation set."""
+    validation = validation_sets(config).get(section)
+    if validation is not None and validation.dataset != "training":
+        entries = [asdict(validation)]
     else:
-        path, want = validation.dataset_path, "no path, or validation.dataset = 'local' with it"
-        require(section == "training" or not path, "validation.dataset_path", path, want)
+        path, want = validation and validation.path, f"no path, or {section}.dataset = 'local'"
+        require(not path, f"{section}.dataset_path", path, f"{want} with it")
         entries, section = _entries(config.training), "training"
     weights = [float(entry.get("weight", 1)) for entry in entries]
     found = []
@@ -80,12 +103,12 @@ def wanted(config: Any, section: Section = "training") -> list[Part]:
     return found
 
 
-def used_sections(config: Any) -> tuple[Section, ...]:
-    """Return the sections of a run's ``JobConfig`` or record whose corpora it reads."""
-    return ("training", "validation") if config.validation.enable else ("training",)
+def used_sections(config: Any) -> tuple[str, ...]:
+    """Return ``training``, and the tables of the validation sets that a run reads."""
+    return ("training", *validation_sets(config)) if config.validation.enable else ("training",)
 
 
-def ensure_prepared(config: Any, *sections: Section) -> list[Part]:
+def ensure_prepared(config: Any, *sections: str) -> list[Part]:
     """Return the corpora of a run with their folders, after preparing those that are missing.
 
     The launcher tells its ranks the folders. Elsewhere the first process prepares the corpora and
@@ -104,7 +127,17 @@ def ensure_prepared(config: Any, *sections: Section) -> list[Part]:
     return found
 
 
-def find_prepared(config: Any, section: Section) -> list[Part]:
+def is_prepared(config: Any) -> bool:
+    """Return whether the tokens of a run are there, so that none would be prepared."""
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    for part in (part for section in used_sections(config) for part in wanted(config, section)):
+        readers = [] if part.folder else [Reader(source) for source in part.sources]
+        if readers and not (_place(config, readers, tokenizer) / RECORD).is_file():
+            return False
+    return True
+
+
+def find_prepared(config: Any, section: str) -> list[Part]:
     """Find the tokens of somebody's run; its record may name any folder, corpus or limit.
 
     Nothing is downloaded, and nothing is written where the record says. Text on this machine is
@@ -146,18 +179,19 @@ def holds_out_more(corpus: Corpus) -> bool:
     return any(share > 1 / ONE_IN for share in corpus.record.get("held_out_share", ()))
 
 
-def open_rows(config: Any, section: Section, parts: Sequence[Part] | None = None) -> list[Rows]:
-    """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
+def open_rows(config: Any, section: str, parts: Sequence[Part] | None = None) -> list[Rows]:
+    """Open the corpora of a run: what it trains on, or the held-out part of a validation set.
 
     By default `ensure_prepared` prepares what is missing. A part without a whole row is refused.
     """
     masked = config.training.mask_documents
-    seq_len, held_out = getattr(config, section).seq_len, section == "validation"
+    held_out = section != "training"
+    seq_len = (config.validation if held_out else config.training).seq_len
     opened = []
     for part in ensure_prepared(config, section) if parts is None else parts:
         corpus = Corpus.open(part.folder)
         want = "another corpus, or false for validation.enable: nothing of it is held out"
-        require(not held_out or corpus.held_out, "validation.dataset", part.name, want)
+        require(not held_out or corpus.held_out, f"{section}.dataset", part.name, want)
         opened.append(Rows(corpus, seq_len, held_out, masked, part.name, part.weight))
     return opened
 
@@ -173,12 +207,10 @@ def prepare_for_ranks(config: Any) -> dict[str, str]:
     return {PREPARED: json.dumps({repr(part.sources): part.folder for part in parts})}
 
 
-def _sources(
-    entry: dict[str, Any], section: Section, config: Any, share: float
-) -> tuple[Source, ...]:
+def _sources(entry: dict[str, Any], section: str, config: Any, share: float) -> tuple[Source, ...]:
     """Return what is prepared for a corpus, which has a share of the sequences."""
     name, path, key = entry["dataset"], entry.get("path"), f"{section}.dataset_path"
-    names = VALIDATION if section == "validation" else TRAINING
+    names = TRAINING if section == "training" else VALIDATION
     require(name in names, f"{section}.dataset", name, one_of(names, name))
     is_library, is_hub = name in LIBRARIES, name in ("hf", "c4")
     require(not (path and is_library), key, path, f"no path, or {section}.dataset = 'local'")
@@ -187,7 +219,7 @@ def _sources(
         require(data_path(path, key).is_dir(), key, path, f"a folder of {name} that exists")
     options = vars(config.training) | (C4 if name == "c4" else {}) | entry
     source = Source(name, (path,) if path else (), key, column=options["text_column"])
-    if section == "validation" and not is_library:
+    if section != "training" and not is_library:
         source = replace(source, part="held_out")
     if not is_hub:
         return (source,)
@@ -203,22 +235,34 @@ def _sources(
 
 def _entries(training: Any) -> list[dict[str, Any]]:
     """Return the checked entries of ``training.mixture``; a single corpus is one entry."""
-    entries = [entry if isinstance(entry, dict) else vars(entry) for entry in training.mixture]
+    entries = _checked("training.mixture", training.mixture, KEYS)
     if not entries:
         return [{"dataset": training.dataset, "path": training.dataset_path}]
     want = "no path beside [[training.mixture]], whose entries have their own"
     require(not training.dataset_path, "training.dataset_path", training.dataset_path, want)
+    return entries
+
+
+def _checked(key: str, tables: Sequence[Any], keys: Collection[str]) -> list[dict[str, Any]]:
+    """Return the checked tables of a list, each of which names a dataset."""
+    entries = [entry if isinstance(entry, dict) else vars(entry) for entry in tables]
     for index, entry in enumerate(entries):
         for name, value in ({"dataset": ""} | entry).items():
             holds, want = bool(value) and isinstance(value, str), "a string"
             if name == "weight":
                 holds = type(value) in (int, float) and 0 < value < math.inf
                 want = "a positive number"
-            want = want if name in KEYS else "one of the keys " + ", ".join(KEYS)
-            require(holds and name in KEYS, f"training.mixture[{index}].{name}", value, want)
+            elif name == "steps":
+                holds = type(value) is int and (value == -1 or value > 0)
+                want = "a positive integer, or -1 for all"
+            elif name == "name" and keys is SET_KEYS:  # in keys of metrics and in lines
+                holds = holds and re.fullmatch(r"[\w.-]+", value) is not None
+                want = "letters, digits, '.', '_' and '-'"
+            want = want if name in keys else "one of the keys " + ", ".join(keys)
+            require(holds and name in keys, f"{key}[{index}].{name}", value, want)
     names = [entry.get("name") or entry["dataset"] for entry in entries]
     want = "entries with different names; two of one dataset need name = '...'"
-    require(len(set(names)) == len(names), "training.mixture", names, want)
+    require(len(set(names)) == len(names), key, names, want)
     return entries
 
 
@@ -231,6 +275,7 @@ def _tokens(config: Any, share: float) -> tuple[int, int | None]:
     training, section = config.training, config.validation
     batch = max(training.global_batch_size, 0) or training.local_batch_size
     steps = (training.steps + 1) * batch * (training.seq_len + 1)
+    # Not of `sets`: one more would be another corpus, with which a checkpoint does not go on.
     held_out = None if section.enable and section.steps < 0 else HELD_OUT_TOKENS
     return math.ceil(share * (training.hf_tokens or steps)), held_out
 

@@ -64,6 +64,7 @@ class Experiment:
     # Sizes at which they are tried; empty for all. The first tries all values, a later one those
     # beside the best; a grid whose best is at its end goes on. Other sizes have the last one's.
     search: list[str] = field(default_factory=list)
+    warmup: float = 0.1  # share of the steps in which the learning rate grows
     families: dict[str, Family] = field(default_factory=dict)
     sizes: dict[str, Size] = field(default_factory=dict)  # the sizes by name, ascending
 
@@ -117,6 +118,7 @@ def _check(given: Experiment) -> None:
         require(name and "/" not in name, "name", name, "a name without /")
     reference = given.reference
     require(reference in given.families, "reference", reference, "one of the families")
+    require(0 <= given.warmup <= 1, "warmup", given.warmup, "a share of the steps, from 0 to 1")
     require({*given.search} <= {*given.sizes}, "search", given.search, "some of the sizes")
     for name, size in given.sizes.items():
         require(size.seeds, f"sizes.{name}.seeds", size.seeds, "at least one")

@@ -23,7 +23,6 @@ EXPERIMENT_KEYS = (
 )
 """Keys that the experiment sets for each run."""
 
-WARMUP = 0.1  # share of the steps in which the learning rate grows
 WIDENED = 8  # rates by which a search goes beyond either end of its grid, before it is given up
 
 Pair = tuple[str, str]
@@ -127,7 +126,7 @@ class Plan:
             *("--checkpoint.enable", f"--checkpoint.interval={math.ceil(steps / 4)}"),
             *("--checkpoint.keep_latest_k=2", *arm.overrides),
             *(f"--training.steps={steps}", f"--validation.freq={steps}"),
-            f"--lr_scheduler.warmup_steps={round(WARMUP * steps)}",
+            f"--lr_scheduler.warmup_steps={round(self.experiment.warmup * steps)}",
             *(f"--optimizer.lr={rate}", f"--debug.seed={seed}"),
             f"--metrics.wandb_group={self.experiment.name}",
             f"--metrics.wandb_run_name={name}",

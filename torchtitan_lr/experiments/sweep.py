@@ -25,6 +25,7 @@ from torchtitan_lr.launch import run_folder
 from torchtitan_lr.launch.processes import say
 from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, FAILED, FINISHED, STOPPED
 from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.optim.entries import unread_keys
 from torchtitan_lr.training.history import SUMMARY_FILE
 
 POINT_FILE = "point.json"
@@ -129,7 +130,9 @@ def settings_of(point: Point) -> dict[str, Any]:
     for section, table in sections.items():
         if section not in NO_EFFECT:
             found |= {f"{section}.{key}": value for key, value in table.items()}
-    kept: dict[str, Any] = json.loads(json.dumps(found))  # tuples become lists
+    unread = unread_keys(config.optimizer.name)
+    read = {key: value for key, value in found.items() if not key.startswith(unread)}
+    kept: dict[str, Any] = json.loads(json.dumps(read))  # tuples become lists
     return kept
 
 

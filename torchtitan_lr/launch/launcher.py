@@ -11,21 +11,25 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import is_finite, newest_step, step_folder
+from torchtitan_lr.checks.job import Data
 from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
-from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.errors import ConfigError, LostDeviceError, escaped, require
 from torchtitan_lr.launch import placement, run_folder
 from torchtitan_lr.launch.placement import Environment, Placement
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
-from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED
+from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED, LOST
 from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 
 if TYPE_CHECKING:  # it imports torch
@@ -61,6 +65,8 @@ def rank_variables(environment: Environment) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
     if environment.comm_mode:  # the one rank of a dry run pretends that there are so many
         variables["NGPU"] = str(environment.ranks)
+    elif placement.gpu_count():
+        variables[placement.GPUS_VARIABLE] = str(environment.ranks)
     return variables
 
 
@@ -70,6 +76,7 @@ def run(
     log_folder: Path,
     config: Any,
     signed: str,  # what `locked` returned; empty with several machines
+    tell: Callable[[], object] = lambda: None,  # runs beside the ranks, where rank 0 is one
 ) -> int:
     """Run the ranks of this machine to their end and report; return the exit status."""
     from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
@@ -97,29 +104,43 @@ def run(
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals = Signals(stopped)
+    ended = Event()
+    Thread(target=_once_started, args=(signals, ended, tell), daemon=True).start()
     # A module without `begin_rank` outlives a launcher that is killed.
     command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *arguments]
     shown = environment.shown()
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
+    ended.set()
     if signals.killed:
         return stopped(signals.why)
     if failure is not None:
         # A rank that trains handles the signal.
         if signals.number and failure.status in (None, -signals.passed_on):
             return stopped(signals.why)
-        again = failure.status in AGAIN_THE_SAME
-        status = failure.status if again and failure.status else EXIT_STATUS[FAILED]
-        state = {number: state for state, number in EXIT_STATUS.items()}[status]
-        # Others may have recorded what they saw of the end of a rank that a signal ended.
-        since = math.inf if (failure.status or 0) < 0 else began
+        named = (state for state in run_folder.FAILURES if EXIT_STATUS[state] == failure.status)
+        state = next(named, FAILED)
+        # Others may have recorded what they saw of the end by a signal, or of a lost GPU.
+        since = math.inf if (failure.status or 0) < 0 or state == LOST else began
         record(state, str(failure), failure.rank, since)
         say(failure_line(failure, config))
-        return status
+        return EXIT_STATUS[state]
     if environment.comm_mode:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
     elif has_first and (summary := read_summary(folder, newer_than=began)) is not None:
         print("\n".join(summary_lines(summary, folder, log_folder)))
     return EXIT_STATUS[FINISHED]
+
+
+def _once_started(signals: Signals, ended: Event, tell: Callable[[], object]) -> None:
+    """Call a function once the ranks have started, on the machine of rank 0."""
+    while signals.agent is None or signals.agent.meeting:
+        if ended.wait(0.1):  # without a start
+            return
+    if signals.agent.first_rank == 0:
+        try:
+            tell()
+        except Exception as error:  # the ranks train
+            say(f"warning: no modelled time: {type(error).__name__}: {error}")
 
 
 def failure_line(failure: "Failure", config: Any) -> str:
@@ -135,7 +156,7 @@ def failure_line(failure: "Failure", config: Any) -> str:
         if free < 1:  # the rank may have found no place for its own words
             line += f"; no space left in {folder} ({free:.1f} MiB free)"
     line += f"; its output: {failure.output}"
-    if failure.status not in AGAIN_THE_SAME:
+    if failure.status not in AGAIN_THE_SAME or failure.status == EXIT_STATUS[LOST]:
         line += how_to_resume(config)
     return escaped(line)
 
@@ -149,10 +170,13 @@ def how_to_resume(config: Any) -> str:
     return f"; run the same command again to resume from {step_folder(folder, step)}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(
+    argv: list[str] | None = None, tell: Callable[[Placement], object] = lambda placed: None
+) -> int:
     """Check a run, lock its folder and run it; return the exit status.
 
-    It is `EXIT_STATUS` of how the run ended, or 128 and the number of the signal that killed it.
+    `tell` says something of it beside its start, once. The status is `EXIT_STATUS` of how the run
+    ended, or 128 and the number of the signal that killed it.
     """
     try:
         placed = checked(sys.argv[1:] if argv is None else argv)
@@ -168,13 +192,14 @@ def main(argv: list[str] | None = None) -> int:
         with run_folder.locked(folder) if one_machine else nullcontext("") as signed:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             log_folder.mkdir(parents=True)
-            return run(environment, placed.arguments, log_folder, config, signed)
+            told = partial(tell, placed) if not environment.comm_mode else lambda: None
+            return run(environment, placed.arguments, log_folder, config, signed, told)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_STATUS[run_folder.REFUSED]
+        return EXIT_STATUS[LOST if isinstance(error, LostDeviceError) else run_folder.REFUSED]
 
 
-def checked(argv: list[str]) -> Placement:
+def checked(argv: list[str], data: Data = "prepare") -> Placement:
     """Return the ranks of a run that can start, or raise a ConfigError."""
     environment = placement.read_environment()
     placed = placement.place(environment, train_arguments(argv, environment))
@@ -187,7 +212,7 @@ def checked(argv: list[str]) -> Placement:
     folder = placed.config.job.dump_folder
     if environment.nodes == 1 and run_folder.is_held(folder):
         raise run_folder.taken(folder)  # what a check would find changes while that job trains
-    placement.check_machines(placed.config, placed.environment, placed.device)
+    placement.check_machines(placed.config, placed.environment, placed.device, data)
     return placed
 
 

@@ -8,7 +8,10 @@ changed.
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, LostDeviceError, require
 
 DEFAULT_RANKS = 4  # without ``NGPU``: the most GPUs, or the CPU processes of a machine without
 
@@ -30,6 +33,10 @@ _LOCAL, _BATCH = "training.local_batch_size", "training.global_batch_size"
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
 
+GPUS_VARIABLE = "TORCHTITAN_LR_GPUS"  # a machine's: clusters tell the launcher, it tells the ranks
+
+fewer = "at most {}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)".format
+_ANSWER_SECONDS = 60  # of a driver that counts its GPUs
 _DATA = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 
 
@@ -139,17 +146,32 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    want = f"at most {count}, the GPUs here (or CUDA_VISIBLE_DEVICES= to train on the CPU)"
-    fits = not count or environment.ranks <= count or environment.comm_mode  # which needs one
-    require(fits, "NGPU", environment.ranks, want)
+    has_gpus = count or os.environ.get(GPUS_VARIABLE)  # one that lost them all is no CPU machine
+    if has_gpus and environment.ranks > count and not environment.comm_mode:  # which needs one
+        raise LostDeviceError("NGPU", environment.ranks, fewer(count))
     return "cuda" if count else "cpu"
 
 
 def gpu_count() -> int:
-    """Return the number of this machine's GPUs of CUDA or ROCm."""
-    import torch
+    """Return the number of this machine's GPUs of CUDA or ROCm that work."""
+    from torchtitan_lr.compat.devices import working_gpus  # late: it imports torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return working_gpus()
+
+
+def lost_devices(ranks: int) -> str:
+    """Return why ranks with GPUs cannot start here again; a new process asks the driver."""
+    command = [sys.executable, "-c", f"from {__name__} import gpu_count; print(gpu_count())"]
+    count = ranks
+    with suppress(OSError, ValueError):  # trouble of that process is no lost GPU
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            answer, _ = process.communicate(timeout=_ANSWER_SECONDS)
+            count = ranks if process.returncode else int(answer)
+        except subprocess.TimeoutExpired:  # a driver that hangs
+            process.kill()  # nobody waits for it: it may be deaf within the driver
+            count = 0
+    return str(LostDeviceError("NGPU", ranks, fewer(count))) if ranks > count else ""
 
 
 def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:

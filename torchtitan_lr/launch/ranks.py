@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_lr.compat.elastic import Agent, Failure
-from torchtitan_lr.launch.placement import Environment
+from torchtitan_lr.launch import placement
 from torchtitan_lr.launch.processes import Signals
-from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME
+from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, LOST
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -69,7 +70,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return super().next_rendezvous()
 
 
-def meeting(environment: Environment) -> RendezvousHandler:
+def meeting(environment: placement.Environment) -> RendezvousHandler:
     """Return where the machines of a run meet."""
     if environment.nodes == 1:
         return LoopbackRendezvous()
@@ -122,7 +123,7 @@ def local_address(family: int, there: Any) -> str:
 
 
 def run_ranks(
-    environment: Environment,
+    environment: placement.Environment,
     command: Sequence[str],  # the module that every rank runs, and its arguments
     log_folder: Path,
     variables: Mapping[str, str],  # beside this process's
@@ -143,8 +144,10 @@ def run_ranks(
     try:
         os.environ.update(given)
         rendezvous = meeting(environment)
-        restarts = environment.max_restarts
-        agent = Agent(command, ranks, rendezvous, logs, restarts, final=AGAIN_THE_SAME)
+        needs_gpus = placement.GPUS_VARIABLE in variables
+        lost = partial(placement.lost_devices, ranks) if needs_gpus else str
+        ends = environment.max_restarts, AGAIN_THE_SAME, lost, EXIT_STATUS[LOST]
+        agent = Agent(command, ranks, rendezvous, logs, *ends)
         if signals is not None:
             signals.agent = agent
         result = agent.run()

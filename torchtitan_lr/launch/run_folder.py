@@ -38,13 +38,13 @@ STATE_FILE = "run_state.json"
 
 RUNNING = "running"
 FINISHED, STOPPED = ENDS = ("finished", "stopped")
-FAILED, REFUSED, DIVERGED = FAILURES = ("failed", "refused", "diverged")
+FAILED, REFUSED, DIVERGED, LOST = FAILURES = ("failed", "refused", "diverged", "lost")
 
-EXIT_STATUS = {FINISHED: 0, STOPPED: 0, FAILED: 1, REFUSED: 2, DIVERGED: 3}
+EXIT_STATUS = {FINISHED: 0, STOPPED: 0, FAILED: 1, REFUSED: 2, DIVERGED: 3, LOST: 4}
 """Exit status of a rank, and of the launcher, by the run's end."""
 
-AGAIN_THE_SAME = (EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED])
-"""Exit statuses of ends to which a restart would come again."""
+AGAIN_THE_SAME = (EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED], EXIT_STATUS[LOST])
+"""Exit statuses of ends to which a restart on the same machine would come again."""
 
 
 @contextmanager
@@ -99,10 +99,9 @@ def check_shared(dump_folder: str, signed: str) -> None:
         if found == signed:
             return
         if time.monotonic() > end:
-            want = (
-                f"a folder that all machines share, and no other run: {socket.gethostname()} has "
-            )
-            raise ConfigError("job.dump_folder", dump_folder, f"{want}another {LOCK_FILE}")
+            here = f"{socket.gethostname()} has another {LOCK_FILE}"
+            want = f"a folder that all machines share, and no other run: {here}"
+            raise ConfigError("job.dump_folder", dump_folder, want)
         time.sleep(0.1)
 
 

@@ -55,8 +55,8 @@ def linear_loss(
 class _LinearLoss(torch.autograd.Function):
     """Forward the loss and, chunk by chunk, its gradients; backward scales them.
 
-    With no more tokens than features the logits are smaller than the weight's gradient. Then there
-    is one chunk, which keeps its errors (p less one-hot rows), and backward multiplies.
+    A batch of one chunk keeps its errors (p less one-hot rows), and backward multiplies. It has a
+    few tokens, or no more than features: its errors are then smaller than the weight's gradient.
     """
 
     @staticmethod
@@ -70,13 +70,16 @@ class _LinearLoss(torch.autograd.Function):
         compiled: Errors | None,
     ) -> Tensor:
         tokens, compute = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+        fused = compiled if ranks is None and x.dtype != compute else None
         size = chunk_tokens(tokens, x.shape[-1])
+        if fused is not None:  # no fp32 copy, twice as large: twice the tokens still need less
+            size = min(tokens, 2 * size)
         ctx.keeps_errors = size == tokens
         adds_gradients = wanted and not ctx.keeps_errors
         # The chunks use this memory in turn.
         logits = x.new_empty(size, weight.shape[0])
-        p = logits if x.dtype == compute else logits.to(compute)
-        loss = p.new_zeros(())
+        p = logits if fused is not None or x.dtype == compute else logits.to(compute)
+        loss = x.new_zeros((), dtype=compute)
         if adds_gradients:
             dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=compute)
         for start in range(0, tokens, size):
@@ -88,8 +91,8 @@ class _LinearLoss(torch.autograd.Function):
             errors = logits[: len(counted)]
             _write_logits(counted, weight, errors)
             column, here = _own_columns(targets[chunk], weight.shape[0], ranks)
-            if compiled is not None and ranks is None and p.dtype != logits.dtype:
-                log_p = compiled(errors, column, here)
+            if fused is not None:
+                log_p = fused(errors, column, here)
             else:
                 log_p = errors_in_passes(errors, column, here, p[: len(errors)], ranks, wanted)
             loss -= torch.where(here, log_p, 0).sum()

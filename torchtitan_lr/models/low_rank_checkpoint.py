@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchtitan_lr.compat import dispatch
 from torchtitan_lr.compat.autograd import version_of
+from torchtitan_lr.compat.prefix_attention import PREFIX_ATTENTION
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -38,7 +39,7 @@ _library.impl("keep", lambda x: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gradient, lib=_library)
 
 _KEPT = torch.ops.torchtitan_lr.keep.default
-_ATTENTION = (*dispatch.ATTENTION_OPERATORS, dispatch.FLEX_ATTENTION)
+_ATTENTION = (*dispatch.ATTENTION_OPERATORS, PREFIX_ATTENTION, dispatch.FLEX_ATTENTION)
 _saved = create_selective_checkpoint_contexts
 # Policies of compiled blocks, by whether attention's results are saved.
 _COMPILED = {False: partial(_saved, [_KEPT]), True: partial(_saved, [_KEPT, *_ATTENTION])}

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
+PRODUCTS = {"tf32": 2, "bf16x3": 4}
+"""How products of fp32 matrices may be rounded, with the products in bf16 that take as long: TF32;
+three of numbers that are split in two, and the splitting (`numerics.sides`)."""
+
 Function = Callable[..., Any] | str  # a function, or the path of one
 Updates = Literal["all", "matrices", "factors"]
 
@@ -37,14 +41,20 @@ class OptimizerEntry:
     """Whether it gets the gradients of each replica, and sums what it wants of them itself."""
     sends_state: bool = False
     """Whether it sends tensors of its state, which offloading leaves on the host."""
-    tf32_products: bool = False
-    """Whether its fp32 products may run in TF32 where the model computes in bf16."""
+    half_products: str = ""
+    """How its fp32 products run on CUDA where the model computes in half precision: a name of
+    `PRODUCTS`, or in fp32."""
     reads_groups: bool = False
     """Whether its rates are those of `optim.groups.rates_of`."""
     keys: tuple[str, ...] = ()
     """How those keys begin that not every optimizer reads, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values by key that replace the defaults of config/schema.py."""
+    of_models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Those that replace `defaults` for a ``model.name``."""
+    rates: tuple[float, float, str] | None = None
+    """The least and the highest ``optimizer.lr`` that are known to work, and from where; a rate
+    beyond them is warned of."""
     fits: Function | None = None
     """Refuses a model that it cannot train: called with ``[optimizer]`` and the shapes by name."""
     check: Function | None = None
@@ -57,8 +67,18 @@ class OptimizerEntry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "like", self.like or self.name)
 
+    def defaults_of(self, model: str) -> dict[str, Any]:
+        """Return the values by key that replace the defaults of config/schema.py for a model."""
+        return {**self.defaults, **self.of_models.get(model, {})}
 
-def _spectral(name: str, updates: Updates, defaults: dict[str, Any]) -> OptimizerEntry:
+
+def _spectral(
+    name: str,
+    updates: Updates,
+    rates: tuple[float, float, str],
+    half_products: str = "bf16x3",
+    **facts: Any,
+) -> OptimizerEntry:
     return OptimizerEntry(
         name,
         "torchtitan_lr.optim.containers:build_spectral",
@@ -66,18 +86,31 @@ def _spectral(name: str, updates: Updates, defaults: dict[str, Any]) -> Optimize
         updates=updates,
         splits_columns=True,
         sends_state=True,
+        half_products=half_products,
         reads_groups=True,
         keys=("optimizer.momentum", "optimizer.nesterov"),
-        # The size of an update does not depend on the gradient's: nothing is clipped.
-        defaults=defaults | {"training.max_norm": math.inf},
+        rates=rates,
+        **facts,
     )
 
 
+# Our searches are those of docs/results.md, at widths 48 to 128, for full rank, CoLA and svd: one
+# rate of embedding, head and norms was good for all. Spectron's authors have 7e-2 at every size.
+_OF_ENDS = {"optimizer.adamw_lr": 6e-2}
+# The size of an update does not depend on the gradient's: nothing is clipped.
+_UNCLIPPED = {"training.max_norm": math.inf}
+_COLA = {  # Appendix D.1, whose decay and clipping are those of config/schema.py
+    "optimizer.lr": 3e-3,  # "a balanced choice"
+    "lr_scheduler.warmup_ratio": 0.1,
+    "lr_scheduler.decay_type": "cosine",
+}
 _ADAMW = OptimizerEntry(
     "AdamW",
     "torchtitan_lr.optim.containers:build_adam",
     cost="torchtitan_lr.costs.optimizer_costs:OptimizerCost",
     reads_groups=True,
+    of_models=dict.fromkeys(("llama_cola", "llama_svd", "llama_lax"), _COLA),
+    rates=(0.0, 1e-2, "our searches; CoLA has 1e-3 to 6e-3"),
 )
 ENTRIES: dict[str, OptimizerEntry] = {
     "AdamW": _ADAMW,
@@ -89,28 +122,53 @@ ENTRIES: dict[str, OptimizerEntry] = {
         sums_replicas=True,
         sends_state=True,
         # They are the only fp32 products of such a run: errors stay below bf16's of the gradients.
-        tf32_products=True,
+        half_products="tf32",
         reads_groups=True,
         keys=("optimizer.tsr_",),
+        defaults={"optimizer.lr": 1e-2},  # the paper's, at every size
+        rates=(2.5e-3, 4e-2, "our searches; the paper has 1e-2"),
         fits="torchtitan_lr.optim.tsr.selection:plan_configured",
     ),
     "Muon": _spectral(
         "Muon",
         "matrices",
-        # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum.
-        {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
+        (1e-4, 2.5e-2, "Moonlight's and Spectron's dense models; our searches"),
+        # Rates: of the flat part of our searches for full rank and LaX, for CoLA and plain factors.
+        # Jordan et al.'s momentum; Moonlight's decay (arXiv 2502.16982).
+        defaults=_OF_ENDS
+        | _UNCLIPPED
+        | {"optimizer.lr": 4e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
+        of_models={name: {"optimizer.lr": 1e-2} for name in ("llama_cola", "llama_svd")},
     ),
     "Spectron": _spectral(
         "Spectron",
         "factors",
-        # The middle of the paper's rates (arXiv 2602.12429); Emerging-Optimizers' momentum, decay.
-        {"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
+        (1e-3, 2.5e-1, "the paper's stable rates; our searches; its authors' code has 7e-2"),
+        # Rates: of the flat part of our searches for CoLA, for plain factors and LaX. The rest is
+        # the authors' training code (github.com/da462/spectron), with their decay of 1e-2.
+        defaults=_OF_ENDS
+        | {
+            "optimizer.lr": 1e-1,
+            "optimizer.momentum": 0.95,
+            "optimizer.nesterov": True,
+            "optimizer.beta2": 0.95,
+            "training.max_norm": 1.0,
+            "lr_scheduler.warmup_ratio": 0.05,
+            "lr_scheduler.decay_type": "cosine",
+            "lr_scheduler.min_lr_factor": 0.0,
+        },
+        of_models={name: {"optimizer.lr": 4e-2} for name in ("llama_svd", "llama_lax")},
     ),
     "LoRAMuon": _spectral(
         "LoRAMuon",
         "factors",
-        # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
-        {"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
+        (1e-3, 1e-1, "our searches; Jordan et al. have 2e-2 for updates of spectral norm 1"),
+        # Rates: of the flat part of our searches for CoLA and plain factors, and for LaX.
+        defaults=_OF_ENDS | _UNCLIPPED | {"optimizer.lr": 4e-2},
+        of_models={"llama_lax": {"optimizer.lr": 1.5e-2}},
+        # The roots of weights' Gram matrices need more than 16 bits; three products in TF32 have
+        # 21, and take longer than one in fp32 (docs/data/h200.json).
+        half_products="",
     ),
 }
 """The optimizers by name; `register_optimizer` adds those from outside the package."""

@@ -36,6 +36,9 @@ class StoredGradients:
     pp_mesh: DeviceMesh | None  # pipeline ranks whose gradients belong to the same norm
     replicas: int = 1  # those that have gradients, and so norms, of their own
 
+    usual = True
+    """Whether the running step's passes use gradients as those of other steps do."""
+
     def begin(self) -> None:
         """Start a step; no parameter has a gradient, and autograd accumulates."""
 

@@ -10,13 +10,15 @@ k of K, with θ the common weights and θₖ its own:
     θ ← θ - η (Δ + μ m)               with Nesterov; else θ - η m
     θₖ ← θ
 
-With fewer than 32 bits a replica sends Q(Δₖ + eₖ) and keeps eₖ ← Δₖ + eₖ - Q(Δₖ + eₖ). Every tensor
-here is placed as its parameter, so that layouts inside a replica do not matter.
+With fewer than 32 bits a replica sends Q(Δₖ + eₖ) and keeps eₖ ← Δₖ + eₖ - Q(Δₖ + eₖ). A message
+that overlaps travels during the next step, whose change uₖ stays the replica's own: θₖ ← θ + uₖ.
+Every tensor here is placed as its parameter, so that layouts inside a replica do not matter.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,6 +88,16 @@ def due_after(step: int, every: int, fragments: int) -> list[int]:
     return [f for f, offset in enumerate(offsets) if (step - offset) % every == 0]
 
 
+class _Exchange(NamedTuple):
+    """Messages on their way."""
+
+    names: list[str]
+    changes: Tensor  # Δₖ + eₖ of these parameters (n,)
+    message: Tensor  # with 32 bits their sum, once it is there
+    messages: Tensor  # of all replicas
+    arrival: dist.Work | None
+
+
 class OuterSteps:
     """The outer optimizer of a rank's parameters, with the exchange between its replicas.
 
@@ -113,6 +125,7 @@ class OuterSteps:
         self.together = self.began_together = True
         self.common = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.momentum = {name: torch.zeros_like(p) for name, p in self.common.items()}
+        self._sent: _Exchange | None = None
         self.residual: dict[str, Tensor] = {}
         if section.bits < 32 and section.feedback:
             self.residual = {name: torch.zeros_like(p) for name, p in self.common.items()}
@@ -123,33 +136,65 @@ class OuterSteps:
     ) -> bool:
         """Exchange the fragments that are due after a step, all of them after the last one.
 
-        Call it on every rank. It returns False, and has changed nothing, if a rank's mean is not
-        finite. The messages are sent inside of ``sending``.
+        Call it on every rank. It returns False, and has changed nothing by that exchange, if a
+        rank's mean is not finite. The messages are sent inside of ``sending``. Those that overlap
+        are taken in here after the next step.
         """
         fragments, self.began_together = self.section.fragments, self.together
-        due = range(fragments) if last else due_after(step, self.section.every, fragments)
+        self.together = False
+        if self._sent is not None and not self._take_in(late=True):
+            return False
+        due = [*range(fragments)] if last else due_after(step, self.section.every, fragments)
         if not due:
-            self.together = False
             return True
-        # A pipeline rank may have nothing of a fragment.
+        with sending or nullcontext():
+            self._send(due)
+        if self.section.overlap and not last:
+            return True
+        self.together = len(due) == fragments
+        return self._take_in()
+
+    @torch.no_grad()
+    def resume(self, step: int) -> None:
+        """Send again what was on its way when step ``step`` was saved; call it on every rank."""
+        due = due_after(step, self.section.every, self.section.fragments)
+        if self.section.overlap and due and not self.together:
+            self._send(due)
+
+    def _send(self, due: list[int]) -> None:
+        """Begin to send the changes of fragments; a pipeline rank may have nothing of one."""
         names = [name for name, fragment in self._fragments.items() if fragment in due]
         none = local_part(next(iter(self.common.values()))).new_empty(0)
         changes = torch.cat([none, *map(self._change, names)])  # (n,): Δₖ + eₖ
-        with sending or nullcontext():
-            mean, sent = self._mean(changes) if names else (none, none)
+        bits = self.section.bits
+        message = changes.clone() if bits == 32 or not names else encode(changes, bits)
+        messages, arrival = message, None
+        if self._mesh is not None and names:
+            group = self._mesh.get_group()
+            if bits == 32:  # the sum, in place
+                arrival = dist.all_reduce(message, group=group, async_op=True)
+            else:
+                messages = message.new_empty(self.replicas * len(message))
+                arrival = dist.all_gather_into_tensor(messages, message, group=group, async_op=True)
+        self._sent = _Exchange(names, changes, message, messages, arrival)
+
+    def _take_in(self, late: bool = False) -> bool:
+        """Step along the mean of what was sent, a step ago if ``late``, if all ranks' is finite."""
+        assert self._sent is not None
+        names, changes, message, messages, arrival = self._sent
+        self._sent = None
+        if arrival is not None:
+            arrival.wait()
+        mean, sent = self._mean(changes, message, messages)
         bad = (~mean.sum().isfinite()).float()  # without a copy of them
         if dist.is_initialized():
             dist.all_reduce(bad)
         if bad.item():  # the host waits for the exchange
             return False
-        left = changes.sub_(sent)
         sizes = [local_part(self.common[name]).numel() for name in names]
-        for name, delta, rest in zip(names, mean.split(sizes), left.split(sizes), strict=True):
-            self._step(name, delta)
-            if self.residual:
-                own = local_part(self.residual[name])
-                own.copy_(rest.view_as(own))
-        self.together = len(due) == fragments
+        parts = (x.split(sizes) for x in (changes, mean, sent))
+        for name, change, delta, known in zip(names, *parts, strict=True):
+            self._step(name, change, delta, known, late)
         return True
 
     def _change(self, name: str) -> Tensor:
@@ -158,33 +203,35 @@ class OuterSteps:
             change += local_part(self.residual[name])
         return change.flatten()
 
-    def _mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean over the replicas, and what this one has sent, of numbers x (n,)."""
-        bits, group = self.section.bits, self._mesh and self._mesh.get_group()
-        if bits == 32:
-            total = x.clone()
-            if group:
-                dist.all_reduce(total, group=group)
-            return total.div_(self.replicas), x
-        message = encode(x, bits)
-        messages = message
-        if group:
-            messages = message.new_empty(self.replicas * len(message))
-            dist.all_gather_into_tensor(messages, message, group=group)
-        total = torch.zeros_like(x)
+    def _mean(self, changes: Tensor, message: Tensor, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean over the replicas (n,), and what the others know of this one (n,)."""
+        bits = self.section.bits
+        if bits == 32 or not len(changes):
+            return message.div_(self.replicas), changes
+        total = torch.zeros_like(changes)
         for each in messages.chunk(self.replicas):  # in one order on all ranks
-            total += decode(each, len(x), bits)
-        return total.div_(self.replicas), decode(message, len(x), bits)
+            total += decode(each, len(changes), bits)
+        return total.div_(self.replicas), decode(message, len(changes), bits)
 
-    def _step(self, name: str, delta: Tensor) -> None:
+    def _step(self, name: str, change: Tensor, delta: Tensor, known: Tensor, late: bool) -> None:
         """Step a parameter along the mean change Δ (n,), from the common weights on."""
         section, eta, mu = self.section, self.section.lr, self.section.momentum
         common, own = local_part(self.common[name]), local_part(self.parameters[name])
-        momentum, delta = local_part(self.momentum[name]), delta.view_as(common)
+        momentum = local_part(self.momentum[name])
+        residual = local_part(self.residual[name]) if self.residual else None
+        change, delta, known = (x.view_as(common) for x in (change, delta, known))
+        if late:
+            before = common - change if residual is None else common - change + residual
+            since = own - before  # uₖ
         # θ - η (Δ + μ (μ m + Δ)), or θ - η (μ m + Δ), with θ - Δ as the replicas' mean: what a
         # single replica has trained stays bit for bit with η = 1 and μ = 0.
-        trained = own if self.replicas == 1 and section.bits == 32 else common - delta
+        alone = self.replicas == 1 and section.bits == 32 and not late
+        trained = own if alone else common - delta
         weight, kept = (eta * (1 + mu), eta * mu * mu) if section.nesterov else (eta, eta * mu)
         common.copy_(torch.lerp(common, trained, weight).sub_(momentum, alpha=kept))
         momentum.mul_(mu).add_(delta)
         own.copy_(common)
+        if late:
+            own += since
+        if residual is not None:
+            residual.copy_(change - known)

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper, checkpointed_modules
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL
+from torchtitan_lr.compat.prefix_attention import PREFIX_ATTENTION
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
 from torchtitan_lr.models.low_rank_checkpoint import checkpoint_block, mark_in_graphs
@@ -26,6 +27,7 @@ from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blo
 SELECTIVE_SAVE_LIST = {
     torch.ops.aten.mm.default,
     *ATTENTION_OPERATORS,
+    PREFIX_ATTENTION,
     FLEX_ATTENTION,
     FLEX_ATTENTION_CALL,
 }

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.collectives import SINGLE, TOKENS, Ranks, all_gather, local, reduce
-from torchtitan_lr.compat.dispatch import flash_attention_to_prefix
+from torchtitan_lr.compat.prefix_attention import prefix_attention
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import Gated, LowRankLinear, gated_linear
@@ -77,7 +77,8 @@ def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # dispatch mode, as which the ledger runs, and takes other kernels where flash does not fit: one
     # of them ignores that queries are grouped.
     if q.device.type == "cuda":
-        return flash_attention_to_prefix(q, k, v)
+        out: Tensor = prefix_attention(q, k, v)[0]
+        return out
     queries, keys = q.shape[-2], k.shape[-2]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     return F.scaled_dot_product_attention(

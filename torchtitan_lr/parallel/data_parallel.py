@@ -7,12 +7,12 @@ are summed by FSDP2, by a codec (TAGC), by an optimizer that sends less than the
 nothing, where replicas train apart between outer steps.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -206,29 +206,26 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
             module.set_requires_all_reduce(enabled, recurse=False)
 
 
-class OwnGradients:
-    """Norms of the gradients that this rank's own backward made, where a NaN is its own."""
+@contextmanager
+def own_norms(model_parts: Collection[nn.Module]) -> Iterator[Norms]:
+    """Note the norms of this rank's own gradients, before they are summed."""
+    norms: Norms = []
+    for module in fsdp_modules(model_parts):
+        watch_gradients(module, norms)
+    try:
+        yield norms
+    finally:
+        for module in fsdp_modules(model_parts):
+            watch_gradients(module, None)
 
-    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
-        # They stay on the device; nothing reads them unless a step is rejected.
-        self.norms: Norms = []  # of the running step
-        # A single rank's sum is its own gradient.
-        watched = fsdp_modules(model_parts) if dist.get_world_size() > 1 else []
-        for module in watched:
-            watch_gradients(module, self.norms)
-        self.watching = bool(watched)
 
-    def clear(self) -> None:
-        """Forget the norms of the last step."""
-        self.norms.clear()
-
-    def nonfinite(self, part: nn.Module) -> list[str]:
-        """Return the names of a part's parameters whose own gradient was not finite."""
-        spoilt: set[Tensor] = set()
-        for parameters, norms in self.norms:
-            finite = norms.isfinite().tolist()
-            spoilt.update(p for p, fine in zip(parameters, finite, strict=True) if not fine)
-        return [clean_name(name) for name, p in part.named_parameters() if p in spoilt]
+def nonfinite(norms: Norms, part: nn.Module) -> list[str]:
+    """Return the names of a part's parameters of which a norm is not finite."""
+    spoilt: set[Tensor] = set()
+    for parameters, found in norms:
+        finite = found.isfinite().tolist()
+        spoilt.update(p for p, fine in zip(parameters, finite, strict=True) if not fine)
+    return [clean_name(name) for name, p in part.named_parameters() if p in spoilt]
 
 
 def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:

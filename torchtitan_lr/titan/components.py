@@ -2,10 +2,11 @@
 """torchtitan's trainer and its parts: checkpoints, loader, metrics, optimizers, schedules."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import torch.profiler
 import torchtitan.components.metrics as titan_metrics
 import torchtitan.train as titan_train
 from torchtitan.components.checkpoint import DATALOADER as DATALOADER
@@ -83,8 +84,13 @@ def trainer_parts(manager: type[CheckpointManager]) -> Iterator[None]:
 def profilers(job_config: Any, step: int) -> Iterator[list[Any]]:
     """Run the profilers of ``[profiling]`` from a step on; call ``step()`` of each per step."""
     where = {"global_step": step, "base_folder": job_config.job.dump_folder}
-    with (
-        maybe_enable_profiling(job_config.profiling, **where) as times,
-        maybe_enable_memory_snapshot(job_config.profiling, **where) as memory,
-    ):
+
+    def known(activities: list[Any], profile: Any = torch.profiler.profile, **rest: Any) -> Any:
+        return profile(activities=[each for each in activities if each is not None], **rest)
+
+    with ExitStack() as until:
+        # Upstream has None for a GPU's activity on a CPU, which torch 2.13 refuses.
+        with patch.object(torch.profiler, "profile", known):
+            times = until.enter_context(maybe_enable_profiling(job_config.profiling, **where))
+        memory = until.enter_context(maybe_enable_memory_snapshot(job_config.profiling, **where))
         yield [profiler for profiler in (times, memory) if profiler is not None]

@@ -63,6 +63,7 @@ class CheckpointManager(TitanCheckpointHooks):
     """
 
     async_mode: AsyncMode
+    save_future: Future[Any] | None = None  # upstream sets it where it saves
     sd_adapter: Any
     stager: Any
     _last_saved: str | None = None  # a path: hosts may see different states of a shared folder
@@ -104,9 +105,11 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def is_late(self) -> bool:
         """Return, on the first rank alone, whether a save is due by ``checkpoint.minutes``."""
-        minutes = self._section.minutes
+        minutes, writes = self._section.minutes, self.save_future and not self.save_future.done()
         longest = max(60 * minutes, _SAVE_SHARE * self._save_seconds)
-        return self._first and minutes > 0 and time.monotonic() - self._saved_at > longest
+        # The next save would wait for one that is still written in the background.
+        can_save = self._first and minutes > 0 and not writes
+        return can_save and time.monotonic() - self._saved_at > longest
 
     @torch.no_grad()
     def dcp_save(

@@ -44,7 +44,7 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
             identity["optimizer"][key] = operator.attrgetter(key)(config)
     rule = identity["optimizer"]["optimizer.name"] = like(config.optimizer.name)
     if config.outer.every:
-        for key in ("outer.bits", "outer.feedback", "outer.fragments"):
+        for key in ("outer.bits", "outer.feedback", "outer.fragments", "outer.overlap"):
             identity.setdefault(OUTER, {})[key] = operator.attrgetter(key)(config)
     layout, section = config.parallelism, config.grad_compression
     shards = data_ranks(config, ranks) // layout.data_parallel_replicate_degree

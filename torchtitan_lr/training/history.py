@@ -18,14 +18,16 @@ TRAIN_COMMON = "loss_metrics/of_common_weights"  # with outer steps: 0 if of rep
 TOKENS_SEEN = "n_tokens_seen"  # of all ranks since the run's first step
 RATE = "lr"
 TOKENS_PER_S = "throughput/tokens_per_s"  # of all ranks together
+SLOWEST_RANK = "time_metrics/slowest_rank"  # by its blocks' forward, see `watch.Watch`
+SLOWEST_BEHIND = "time_metrics/slowest_behind(%)"  # the median rank
 MFU = "mfu(%)"  # missing where the device's peak is unknown
 COMM_BYTES = "comm_bytes/"  # before a mesh dimension: bytes of rank 0's collectives
 
 # Keys of a validation.
-VALIDATION_LOSS = "validation_metrics/loss"
-VALIDATION_COMMON = "validation_metrics/of_common_weights"  # as in training
-UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"  # of its tokens, nats per token
-VALIDATION_SECONDS = "validation_metrics/seconds"
+VALIDATION = "validation_metrics/"  # a set of ``validation.sets`` has its name and "/" after it
+VALIDATION_LOSS = f"{VALIDATION}loss"
+VALIDATION_COMMON = f"{VALIDATION}of_common_weights"  # as in training
+UNIGRAM_ENTROPY = f"{VALIDATION}unigram_entropy"  # of its tokens, nats per token
 
 SUMMARY_FILE = "summary.json"
 

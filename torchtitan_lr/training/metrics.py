@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partialmethod
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -31,6 +32,7 @@ from torchtitan_lr.titan import components, logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
 from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.training import figures, history
+from torchtitan_lr.training.watch import Watch
 
 WANDB_ID_FILE = "wandb_run_id"
 """In the dump folder: the id of the run's wandb run, and in a second line the file's path."""
@@ -79,9 +81,6 @@ class RunTensorBoard(components.TensorBoardLogger):
         # Indented: TensorBoard shows Markdown, and this is code.
         text = indent(json.dumps(config, indent=1, default=str), " " * 4)
         self.writer.add_text("config", text, after)
-
-    def publish(self, summary: dict[str, Any]) -> None:
-        """Do nothing: its scalars are the run's."""
 
     def close(self, exit_status: int = 0) -> None:
         """Write what is left."""
@@ -152,6 +151,10 @@ class RunWandb(components.WandBLogger):
             logger.warning("wandb keeps the losses that run %s has of later steps", run_id)
         console.info("wandb run %s%s: %s", run_id, origin and f", {origin}", where)
 
+    def alert(self, title: str, line: str) -> None:
+        """Let wandb tell the user, by mail or Slack as its settings say."""
+        self._run.alert(title=title, text=line, level="WARN")
+
     def publish(self, summary: dict[str, Any]) -> None:
         """Give wandb the summary of a finished run."""
         self._run.summary.update(summary)
@@ -175,13 +178,17 @@ class Loggers(components.BaseLogger):
         except Exception as error:
             self._tell(kind, error)
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Log to each."""
-        self._each("log", metrics, step)
+    def _each(self, method: str, *arguments: Any) -> None:
+        for opened in [each for each in self.opened if hasattr(each, method)]:
+            try:
+                getattr(opened, method)(*arguments)
+            except Exception as error:
+                self.opened.remove(opened)
+                self._tell(type(opened), error)
 
-    def publish(self, summary: dict[str, Any]) -> None:
-        """Give each the summary of a finished run."""
-        self._each("publish", summary)
+    log: Any = partialmethod(_each, "log")
+    alert = partialmethod(_each, "alert")
+    publish = partialmethod(_each, "publish")
 
     def close(self, exit_status: int = 0) -> None:
         """End each, with the run's exit status."""
@@ -192,14 +199,6 @@ class Loggers(components.BaseLogger):
                 import wandb
 
                 wandb.teardown()
-
-    def _each(self, method: str, *arguments: Any) -> None:
-        for opened in tuple(self.opened):
-            try:
-                getattr(opened, method)(*arguments)
-            except Exception as error:
-                self.opened.remove(opened)
-                self._tell(type(opened), error)
 
     def _tell(self, kind: type[RunTensorBoard | RunWandb], error: Exception) -> None:
         what = escaped(f"{type(error).__name__}: {error}")
@@ -232,6 +231,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         self.seconds = 0.0  # of training since the last logged step: no validation, no saving
         self._last_logged_step = 0
         self.outer: OuterSteps | None = None  # of replicas that train apart
+        self.watch: Watch | None = None
 
     def should_log(self, step: int) -> bool:
         """Log the first step, every ``metrics.log_freq`` steps and the last one."""
@@ -306,6 +306,9 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             metrics[history.TRAIN_COMMON] = int(self.outer.began_together)
         self._write(metrics, step)
         console.info(self._line(step, metrics))
+        for title, line in self.watch.look(metrics) if self.watch and self.history else ():
+            logger.warning("step %d: %s", step, line)
+            self.logger.alert(title, f"step {step}: {line}")
         self._last_logged_step = step
         # The next window starts.
         self.ntokens_since_last_log, self.seconds = 0, 0.0
@@ -331,20 +334,21 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             self.history.log(metrics, step)
         self.logger.log(metrics, step)
 
-    def log_validation(
-        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
-    ) -> None:
-        """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
-        metrics = {history.VALIDATION_LOSS: loss, **(extra_metrics or {})}
+    def log_validations(self, step: int, sets: Mapping[str, Mapping[str, float]]) -> None:
+        """Log the numbers of validation sets by name after ``step``, all in one record."""
+        metrics: dict[str, Any] = {}
+        for name, numbers in sets.items():
+            prefix = history.VALIDATION + (f"{name}/" if name else "")
+            metrics |= {f"{prefix}{key}": value for key, value in numbers.items()}
+        whose = ""
         if self.outer is not None:
             metrics[history.VALIDATION_COMMON] = int(self.outer.together)
+            whose = "  (the common weights)" if self.outer.together else "  (replicas' own weights)"
         self._write(metrics, step)
-        seconds = metrics.get(history.VALIDATION_SECONDS)
-        took = "" if seconds is None else f"  in {seconds:.1f} s"
-        values = f"loss {loss:.5f}  perplexity {history.perplexity(loss):,.2f}"
-        if self.outer is not None:
-            took += "  (the common weights)" if self.outer.together else "  (replicas' own weights)"
-        console.info(f"validation after step {step}  {values}{took}")
+        for name, numbers in sets.items():
+            values = f"loss {numbers['loss']:.5f}  perplexity {numbers['perplexity']:,.2f}"
+            values += f"  in {numbers['seconds']:.1f} s{whose}"
+            console.info(f"validation{name and f' of {name}'} after step {step}  {values}")
 
     def write_summary(self, step: int, checkpoint: str | None) -> None:
         """Write the summary and the curve of a finished run on rank 0; call it on every rank."""

@@ -13,35 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.data.corpus import Batch
-from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.parallel.data_parallel import OwnGradients
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 """Records what a call launches, without running it; returns its loss and what runs it."""
 
 WARM_UP = 2  # eager steps before the capture: they compile, choose kernels and create what is lazy
-
-
-def why_eager(config: Any, device_type: str) -> str:
-    """Return why a run's passes cannot be captured, as a remedy needs it; empty if they can."""
-    parallelism, checkpointing = config.parallelism, config.activation_checkpoint
-    draws = checkpointing.preserve_rng_state and checkpointing.mode not in ("none", "low_rank")
-    reasons = {
-        "training.step_graph is 'off'": config.training.step_graph == "off",
-        f"CUDA graphs need a GPU, and this is a run on {device_type}": device_type != "cuda",
-        "the host runs a pipeline's schedule": parallelism.pipeline_parallel_degree > 1,
-        "a gradient codec reads sizes on the host": config.grad_compression.codec != "none",
-        "training.enable_cpu_offload copies through the host": config.training.enable_cpu_offload,
-        "training.mask_documents makes another mask in each step": config.training.mask_documents,
-        f"{config.optimizer.name} uses gradients as backward makes them": (
-            ENTRIES[config.optimizer.name].sums_replicas
-        ),
-        "activation_checkpoint.preserve_rng_state asks for random numbers' state": draws,
-        "fsdp_reshard_after_forward = 'always' waits for an event of another stream": (
-            parallelism.fsdp_reshard_after_forward == "always"
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 class CudaCapture:
@@ -67,30 +43,26 @@ class CapturedPass(NamedTuple):
     inputs: dict[str, Tensor]
     loss: Tensor
     gradients: list[tuple[nn.Parameter, Tensor | None]]
-    own_norms: list[Any]
     replay: Callable[[], None]
 
 
 class StepGraph:
     """Runs the passes of steps: eagerly at first, later by replaying what it captured."""
 
-    def __init__(
-        self, model_parts: Sequence[nn.Module], own_gradients: OwnGradients, capture: Capture
-    ) -> None:
+    def __init__(self, model_parts: Sequence[nn.Module], capture: Callable[[], Capture]) -> None:
         self._parameters = [p for part in model_parts for p in part.parameters()]
-        self._own_gradients = own_gradients
-        self._capture = capture
+        self._new_capture, self._capture = capture, capture()
         self._eager_steps: dict[Any, int] = {}  # by the shapes of a step's micro-batches
         self.passes: dict[Any, CapturedPass] = {}  # by shapes and kind of pass
         self._step: Any = None
         self._eager = True
 
     def begin(self, shapes: Any, eager: bool = False) -> None:
-        """Begin a step; steps of other shapes are other graphs."""
+        """Begin a step, which must be eager or may; steps of other shapes are other graphs."""
         self._step = shapes
         done = self._eager_steps.get(shapes, 0)
         self._eager = eager or done < WARM_UP
-        if self._eager:
+        if self._eager and not eager:
             self._eager_steps[shapes] = done + 1
 
     def run(
@@ -108,23 +80,19 @@ class StepGraph:
         captured.replay()
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient
-        self._own_gradients.norms.extend(captured.own_norms)
         return captured.loss.clone()  # the next replay writes its memory
 
     def _captured(
         self, one_pass: Callable[..., Tensor], inputs: Mapping[str, Tensor]
     ) -> CapturedPass:
         fixed = {name: tensor.clone() for name, tensor in inputs.items()}
-        noted = len(self._own_gradients.norms)
         loss, replay = self._capture(lambda: one_pass(**fixed))
-        own_norms = self._own_gradients.norms[noted:]
-        del self._own_gradients.norms[noted:]
-        gradients = [(p, p.grad) for p in self._parameters]
-        return CapturedPass(fixed, loss, gradients, own_norms, replay)
+        return CapturedPass(fixed, loss, [(p, p.grad) for p in self._parameters], replay)
 
     def free(self) -> None:
-        """Free the graphs; the process groups that they use must still exist."""
+        """Free the graphs, for new ones; the process groups that they use must still exist."""
         self.passes.clear()
+        self._capture = self._new_capture()  # a pool without a graph takes no other one
 
 
 def shapes_of(microbatches: Iterable[Batch]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -34,6 +35,7 @@ from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, rates_of
 from torchtitan_lr.optim.outer import OuterSteps
+from torchtitan_lr.parallel.capture import why_eager
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
@@ -47,9 +49,10 @@ from torchtitan_lr.training.fingerprint import identity_of, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor, described_layout
 from torchtitan_lr.training.outer_states import OuterStates
 from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, check_same_data
-from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of, why_eager
+from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of
 from torchtitan_lr.training.validate import Validator
 from torchtitan_lr.training.verdict import NonFiniteError, Origin, Verdict, decide, step_unless
+from torchtitan_lr.training.watch import Watch
 
 MACHINES_CHANGED = "a change of machines"
 """Name of SIGUSR2, with which the launcher ends the ranks to start them again."""
@@ -78,8 +81,6 @@ class Trainer(TitanTrainer):
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
-        if not torch.cuda.is_available():
-            job_config.comm.trace_buf_size = 0  # NCCL's traces; their folder would stay empty
         # torchtitan builds, by the TrainSpec of `training.register`: loader, model without memory,
         # parallel plan, weights, optimizers, schedules, checkpoints and validation. There is no
         # autocast: FSDP or replication implements mixed precision at every world size.
@@ -89,8 +90,8 @@ class Trainer(TitanTrainer):
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
         half = job_config.training.mixed_precision_param != "float32"
-        tf32 = ENTRIES[job_config.optimizer.name].tf32_products
-        if self.device.type == "cuda" and half and tf32:
+        products = ENTRIES[job_config.optimizer.name].half_products
+        if self.device.type == "cuda" and half and products:
             # The optimizer's are the only fp32 products of such a run (docs/step.md).
             torch.set_float32_matmul_precision("high")
         dims, path = self.parallel_dims, job_config.model.hf_assets_path
@@ -125,14 +126,14 @@ class Trainer(TitanTrainer):
         seconds = self.metrics_processor.data_loading_times
         self.reader = StepReader(self.dataloader, dims, self.device, seconds)
         pipeline = self.pp_schedule if dims.pp_enabled else None
-        self.origin = Origin(self.model_parts, pipeline, dims, self.device)
-        eager = why_eager(config, self.device.type)
+        self.origin = Origin(self.model_parts, pipeline, dims)
+        eager = why_eager(config, dims.world_size, self.device.type)
         if self.device.type == "cuda" and config.training.step_graph != "off":
             how = f"eager: {eager}" if eager else "captured after the first steps"
             logger.info("Passes of a step: %s", how)
-        self.graph: StepGraph | None = None
-        if not eager:
-            self.graph = StepGraph(self.model_parts, self.origin.own, CudaCapture())
+        self.watch = Watch(self.model_parts, self.device.type == "cuda", dims.cp * dims.tp)
+        self.metrics_processor.watch = self.watch
+        self.graph = None if eager else StepGraph(self.model_parts, CudaCapture)
         section = config.optimizer
         shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
         if section.groups:  # some may have parameters on other pipeline stages alone
@@ -146,6 +147,8 @@ class Trainer(TitanTrainer):
         self.stop.install()
         self.dataloader.stopping = lambda: self.stop.name is not None
         self.checkpointer.load(step=config.checkpoint.load_step)
+        if self.outer is not None:
+            self.outer.resume(self.step)
         self._start()
         batches = iter(self.dataloader)
         with profilers(config, self.step) as profiling:
@@ -180,25 +183,27 @@ class Trainer(TitanTrainer):
         with self._measured(logs) as ledger:
             # 2. Forward and backward of each micro-batch. A replay calls no collective that the
             # ledger could count.
-            sends = self.parallel_dims.world_size > 1
-            self.loss = self.backward(data, eager=ledger is not None and sends)
+            eager = ledger is not None and self.parallel_dims.world_size > 1
+            self.watch.measures = logs and self.watch.compares and (eager or self.graph is None)
+            self.loss = self.backward(data, eager)
             # 3. Wait for the sums of gradients. The ranks' shares add up to the squared norm.
             share = self.gradients.finish_sums()
             # 4. Collect the next step's micro-batches, while the device computes.
             ahead = self.reader.read_next(data_iterator).counts if another_follows else ()
             # 5. Accept or reject the step, in one all-reduce of all ranks.
-            stop, depth = self.stop.name is not None, self.origin.depth
-            late, replica = self.checkpointer.is_late(), (self._replica, self._apart)
-            verdict = decide(self.loss, share, stop, ahead, depth, *replica, save=late)
+            stop, late = self.stop.name is not None, self.checkpointer.is_late()
+            replica = self._replica, self._apart
+            verdict = decide(self.loss, share, stop, ahead, *replica, save=late)
             # 6. Scale the gradients down to the largest norm.
             self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
             # 7. Change the weights, unless the step is rejected.
             self.apply(verdict)
-            self.exchange(ledger)
         self.lr_schedulers.step()
         self._losses.append(self.loss)
-        # 8. Read the verdict on the host.
+        # 8. Read the verdict on the host. Only then an outer step may change the weights.
         self.settle(data, verdict)
+        with ledger or nullcontext():
+            self.exchange(ledger)
 
         if logs:
             self._log_step(data, verdict, rates, began)
@@ -226,9 +231,8 @@ class Trainer(TitanTrainer):
         train apart each has K times its share of them: their mean is that gradient.
         """
         self.gradients.begin()
-        self.origin.begin()
         if self.graph is not None:
-            self.graph.begin(shapes_of(data.microbatches), eager)
+            self.graph.begin(shapes_of(data.microbatches), eager or not self.gradients.usual)
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
         divisor = torch.full((), data.global_tokens / self._apart, device=self.device)
         losses = []
@@ -269,9 +273,26 @@ class Trainer(TitanTrainer):
         """Let the optimizers change the weights, unless the verdict rejects the step."""
         self.checkpointer.maybe_wait_for_staging()
         step_unless(verdict.rejected, self.optimizers)
+        self._commit_residuals(verdict)
+
+    def _commit_residuals(self, verdict: Verdict) -> None:
         may_skip = self.job_config.training.max_skipped_steps > 0
         for compressor in self._residuals.compressors:
             compressor.commit(verdict.rejected if may_skip else None)
+
+    def repeat(self, data: StepData, verdict: Verdict) -> bool:
+        """Run a rejected step again, unseen by later ones; return whether the loss is finite."""
+        exchanges = [compressor.exchanges for compressor in self._residuals.compressors]
+        self.optimizers.zero_grad()
+        if self.graph is not None:  # the activations would need their memory twice
+            self.graph.free()
+        loss = self.backward(data, eager=True)
+        self.gradients.finish_sums()
+        self.gradients.settle(rejected=True)
+        self._commit_residuals(verdict)
+        for compressor, count in zip(self._residuals.compressors, exchanges, strict=True):
+            compressor.exchanges = count
+        return bool(loss.isfinite())
 
     def exchange(self, ledger: CommLedger | None = None) -> None:
         """Take the outer step that follows this step, if one does, or raise a NonFiniteError."""
@@ -300,7 +321,8 @@ class Trainer(TitanTrainer):
             return
         what, rank = "the global batch has no valid label (all are ignored)", None
         if data.global_tokens:  # else 0/0: the weights are not the cause
-            what, rank = self.origin.of(findings, self.gradients)
+            repeat = partial(self.repeat, data, verdict)
+            what, rank = self.origin.of(findings, self.gradients, repeat)
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             good = self.checkpointer.newest() or "none"
             line = f"step {self.step}: {what}; last good checkpoint: {good}"
@@ -384,7 +406,8 @@ class Trainer(TitanTrainer):
             who = f"{dims.dp_replicate} replicas exchange {config.outer.bits} bits per number"
             if dims.dp_replicate == 1:
                 who = "one replica, which sends nothing, steps"
-            console.info(f"outer steps: {who} every {config.outer.every} steps")
+            meanwhile = ", while the next step computes" if config.outer.overlap else ""
+            console.info(f"outer steps: {who} every {config.outer.every} steps{meanwhile}")
         console.info(f"Training starts at step {self.step + 1}")
         if config.compile.enable:
             console.info("The first step compiles the model, which may take minutes")
@@ -477,6 +500,7 @@ class Trainer(TitanTrainer):
             history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
             "skipped_steps": self.skipped_steps,
             **self.reader.metrics(data),
+            **self.watch.metrics(),
             **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
             **self._residuals.metrics(),
         }

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Validation: the exact token-weighted mean loss over a fixed set of sequences.
+"""Validation: the exact token-weighted mean loss over fixed sets of sequences.
 
 torchtitan averages per batch, which weights a short batch like a full one.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from torchtitan_lr.console.terminal import progress
 from torchtitan_lr.data.corpus import Batch, ValidationSet, moved
 from torchtitan_lr.data.dataloader import ended
-from torchtitan_lr.data.prepare import open_rows
+from torchtitan_lr.data.prepare import open_rows, validation_sets
 from torchtitan_lr.errors import require
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.parallel.context import context_ranks, own_tokens
@@ -27,11 +27,11 @@ from torchtitan_lr.titan.base import JobConfig, LossFunction, ParallelDims, dist
 from torchtitan_lr.titan.components import MetricsProcessor
 from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
-from torchtitan_lr.training.history import UNIGRAM_ENTROPY, VALIDATION_SECONDS, perplexity
+from torchtitan_lr.training.history import perplexity
 
 
 class Validator(BaseValidator):
-    """Runs the model over this rank's share of the validation set, as ``[validation]`` says."""
+    """Runs the model over this rank's share of each validation set, as ``[validation]`` says."""
 
     def __init__(
         self,
@@ -51,10 +51,11 @@ class Validator(BaseValidator):
         self.validation_context = validation_context
         self.metrics_processor = metrics_processor
         self.pipeline = pp_schedule
-        section = job_config.validation
-        sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
-        self.validation_set = ValidationSet(open_rows(job_config, "validation"), *sizes)
-        self.last_loss: float | None = None  # nats per token
+        self.sets: dict[str, ValidationSet] = {}  # by the keys of their tables
+        for key, each in validation_sets(job_config).items():
+            sizes = job_config.validation.local_batch_size, dp_world_size, dp_rank, each.steps
+            self.sets[key] = ValidationSet(open_rows(job_config, key), *sizes)
+        self.last_loss: float | None = None  # of ``[validation]``'s own set, nats per token
         self.stopping: Callable[[], bool] = lambda: False  # whether a signal has come
         self.cut = False  # whether a rank's read had not ended when the run was stopped
         self._thread = ThreadPoolExecutor(1)
@@ -67,37 +68,35 @@ class Validator(BaseValidator):
         return first or step % section.freq == 0 or step == self.job_config.training.steps
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Compute and log the validation loss and perplexity, unless it is ``cut``."""
-        started = time.perf_counter()
-        with self.validation_context():
-            loss_sum, total, entropy = self._summed(model_parts)
-        if self.cut:
-            return
-        dataset = self.job_config.validation.dataset
-        want = "a corpus with labels in its first batches: every one here is ignored"
-        require(total, "validation.dataset", dataset, want)
-        self.last_loss = loss_sum / total
-        self.metrics_processor.log_validation(
-            self.last_loss,
-            step,
-            extra_metrics={
-                "validation_metrics/perplexity": perplexity(self.last_loss),
-                "validation_metrics/tokens": total,
-                UNIGRAM_ENTROPY: entropy,
-                VALIDATION_SECONDS: time.perf_counter() - started,
-            },
-        )
+        """Compute and log the loss and perplexity of each set, unless one is ``cut``."""
+        found: dict[str, dict[str, float]] = {}
+        for key, each in validation_sets(self.job_config).items():
+            started = time.perf_counter()
+            with self.validation_context():
+                loss_sum, total, entropy = self._summed(model_parts, self.sets[key])
+            if self.cut:
+                return
+            want = "a corpus with labels in its first batches: every one here is ignored"
+            require(total, f"{key}.dataset", each.dataset, want)
+            loss = loss_sum / total
+            numbers = {"loss": loss, "perplexity": perplexity(loss), "tokens": total}
+            seconds = time.perf_counter() - started
+            found[each.name] = {**numbers, "unigram_entropy": entropy, "seconds": seconds}
+        self.last_loss = found[""]["loss"]
+        self.metrics_processor.log_validations(step, found)
 
     @torch.no_grad()
-    def _summed(self, model_parts: list[nn.Module]) -> tuple[float, float, float]:
+    def _summed(
+        self, model_parts: list[nn.Module], rows_of: ValidationSet
+    ) -> tuple[float, float, float]:
         """Sum the loss over all valid tokens of all ranks; return it, their number and entropy."""
         for model in model_parts:
             model.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
         vocabulary: Any = model_parts[0].model_args
         counts = torch.zeros(vocabulary.vocab_size, dtype=torch.int64)  # of each label
-        context, length = context_ranks(self.parallel_dims), len(self.validation_set)
-        batches = self._batches()
+        context, length = context_ranks(self.parallel_dims), len(rows_of)
+        batches = self._batches(rows_of)
         if dist.get_rank() == 0:
             batches = progress(batches, "validation", length)
         for rows in batches:
@@ -126,11 +125,11 @@ class Validator(BaseValidator):
         entropy = torch.special.entr(counts.double() / total).sum()
         return dist_utils.dist_sum(loss_sum, mesh), float(total), float(entropy)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self, rows_of: ValidationSet) -> Iterator[Batch]:
         """Yield the batches; ignored ones behind a read that is cut, as other ranks wait."""
-        batches = iter(self.validation_set)
-        for _ in range(len(self.validation_set)):
+        batches = iter(rows_of)
+        for _ in range(len(rows_of)):
             if not self.cut:
                 read = self._thread.submit(next, batches)
                 self.cut = not ended(read, self.stopping)
-            yield self.validation_set.ignored() if self.cut else read.result()
+            yield rows_of.ignored() if self.cut else read.result()

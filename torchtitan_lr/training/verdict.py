@@ -6,7 +6,7 @@ makes the optimizer leave the step out. The host reads a copy once the step is q
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.gradients import StoredGradients
-from torchtitan_lr.parallel.data_parallel import OwnGradients
+from torchtitan_lr.parallel.data_parallel import fsdp_modules, nonfinite, own_norms
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer
@@ -33,7 +33,7 @@ class NonFiniteError(RunFailedError):
 
 @dataclass(frozen=True)
 class Findings:
-    """What the host reads of a `Verdict`, equal on all ranks but for the loss's and the depth."""
+    """What the host reads of a `Verdict`, equal on all ranks but for the loss's."""
 
     rejected: bool  # whether the optimizer left the step out
     norm: float  # of the full gradient; of replicas that train apart one at fault, or the largest
@@ -41,7 +41,6 @@ class Findings:
     stop: bool  # whether any rank received a stop signal
     next_counts: tuple[float, ...]  # the sums of the next data's counts over the ranks
     loss_is_finite: bool  # whether this rank's own loss is finite
-    depth: float  # this rank's `Origin.depth`
     save: bool = False  # whether the first rank wants a checkpoint
 
 
@@ -58,11 +57,11 @@ class Verdict:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
         numbers = self.numbers.read()
         squares, sums = numbers[: self.replicas], numbers[self.replicas :]
-        bad_ranks, stops, saves, *counts, bad, rejected, depth = sums
+        bad_ranks, stops, saves, *counts, bad, rejected = sums
         norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
         norm = next((norm for norm in norms if not math.isfinite(norm)), max(norms))
         decided = (rejected > 0, norm, int(bad_ranks), stops > 0, tuple(counts))
-        return Findings(*decided, not bad, depth, saves > 0)
+        return Findings(*decided, not bad, saves > 0)
 
 
 def decide(
@@ -70,7 +69,6 @@ def decide(
     share: Tensor,
     stop: bool,
     next_counts: Sequence[float],
-    depth: Tensor,
     replica: int = 0,
     replicas: int = 1,
     save: bool = False,
@@ -95,7 +93,7 @@ def decide(
     # Gram matrices are in fp32, whose largest number is 3.4e38.
     overflows = (~norms.float().square().isfinite()).any()
     rejected = ((bad_ranks > 0) | overflows).float()
-    own = torch.stack([bad, rejected.double(), depth.double()])
+    own = torch.stack([bad, rejected.double()])
     return Verdict(norms[replica], rejected, HostCopy(torch.cat([sums, own])), replicas)
 
 
@@ -130,77 +128,88 @@ def _reads_found_inf(optimizer: Any, device: torch.device) -> bool:
 
 
 class Origin:
-    """Where a number that is not finite was made: what the passes of a step note for it.
+    """Where a number that is not finite was made: a rejected step runs again, watched.
 
     A NaN reaches ranks that have not made it, but in later blocks than on the rank that has. Of a
     pipeline's stage the last block is looked at, and where ranks share rows every one.
     """
 
     def __init__(
-        self,
-        model_parts: Sequence[nn.Module],
-        pipeline: Pipeline | None,
-        dims: ParallelDims,
-        device: torch.device,
+        self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None, dims: ParallelDims
     ) -> None:
-        self.own = OwnGradients(model_parts)
-        # The first block of this rank whose output is not finite, of those that are looked at.
-        self.depth = torch.full((), math.inf, device=device)
         self._parts = {0: model_parts[0]} if pipeline is None else pipeline.parts  # by stage
         self._stages = 1 if pipeline is None else pipeline.stages  # of all ranks
         # Neighbours that share sums within a block, where a NaN of one is at once all of theirs.
         self._sharing = dims.cp * dims.tp
+        self._blocks: list[tuple[int, nn.Module]] = []  # those that are looked at, by depth
         for part in model_parts if dims.cp_enabled or pipeline is not None else ():
-            blocks = list(part.get_submodule("layers").named_children())
-            for name, block in blocks if dims.cp_enabled else blocks[-1:]:
-                block.register_forward_hook(partial(self._note, int(name)))
+            blocks = [(int(n), b) for n, b in part.get_submodule("layers").named_children()]
+            self._blocks += blocks if dims.cp_enabled else blocks[-1:]
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self.own.clear()
-        self.depth.fill_(math.inf)
+    def of(
+        self, findings: Findings, gradients: StoredGradients, repeat: Callable[[], bool]
+    ) -> tuple[str, int | None]:
+        """Return why a step was rejected, and the rank; call it on every rank, before the next.
 
-    def _note(self, depth: int, block: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():  # a validation
-            return
-        x = local_part(output[0] if isinstance(output, tuple) else output).detach()
-        total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
-        self.depth.copy_(torch.where(total.isfinite(), self.depth, self.depth.clamp(max=depth)))
-
-    def of(self, findings: Findings, gradients: StoredGradients) -> tuple[str, int | None]:
-        """Return why a step was rejected, and the rank; call it on every rank, before the next."""
+        ``repeat`` runs its passes again, and returns whether this rank's loss is finite then.
+        """
         # The rejected step has changed no parameter: one that is not finite is the cause.
         parameters = trained_parameters(*self._parts.values()).items()
         broken = (name for name, p in parameters if not local_part(p).isfinite().all())
         if at := first_rank_with(next(broken, None)):
             return f"parameter {at[1]} of rank {at[0]} is not finite", at[0]
         if not findings.bad_ranks:
-            where, rank = self._in_backward(gradients)
+            where, rank = self._in_backward(gradients, repeat)
             return f"gradient norm is {findings.norm} ({where})", rank
         # Blocks come before the loss, and ranks where all is finite last.
-        fine = math.isinf(findings.depth) and findings.loss_is_finite
-        depths = from_all_ranks((findings.depth, fine))
+        known = math.inf, findings.loss_is_finite
+        depths = from_all_ranks(self._depth(repeat) if self._blocks or self._stages > 1 else known)
         first = min(depths)
+        if first == (math.inf, True):
+            return "a loss is not finite, but all were when the step was repeated", None
         what = "loss" if math.isinf(first[0]) else f"output of block {int(first[0])}"
         who, rank = self._named([rank for rank, depth in enumerate(depths) if depth == first])
         return f"{what} of {who} is not finite", rank
 
-    def _in_backward(self, gradients: StoredGradients) -> tuple[str, int | None]:
+    def _depth(self, repeat: Callable[[], bool]) -> tuple[float, bool]:
+        """Return the first block looked at with an output that is not finite, and if all is."""
+        found = [math.inf]
+
+        def note(depth: int, block: nn.Module, args: Any, output: Any) -> None:
+            x = local_part(output[0] if isinstance(output, tuple) else output).detach()
+            if not x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():
+                found.append(depth)
+
+        handles = [b.register_forward_hook(partial(note, depth)) for depth, b in self._blocks]
+        try:
+            loss_is_finite = repeat()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return min(found), loss_is_finite and len(found) == 1
+
+    def _in_backward(
+        self, gradients: StoredGradients, repeat: Callable[[], bool]
+    ) -> tuple[str, int | None]:
         """Return whose backward made a gradient that is not finite, in words and as a rank.
 
         A NaN spreads against the order of the layers: the last that has one is nearest its origin.
         """
-        sources = [("", gradients.nonfinite)]
-        if self.own.watching:  # what is left are sums over the ranks: a rank's own first
-            of_sums = "only in the sum over the ranks, ", gradients.nonfinite
-            sources = [("", self.own.nonfinite), of_sums]
-        for kind, nonfinite in sources:
+        sums = {stage: gradients.nonfinite(part) for stage, part in self._parts.items()}
+        sources = [("", sums)]
+        if dist.get_world_size() > 1 and fsdp_modules(self._parts.values()):  # a rank's own first
+            with own_norms(self._parts.values()) as norms:
+                repeat()
+            own = {stage: nonfinite(norms, part) for stage, part in self._parts.items()}
+            nobody = "only in the sum over the ranks, or not again when the step was repeated"
+            sources = [("", own), (nobody, sums)]
+        for nobody, of_stage in sources:
             for stage in reversed(range(self._stages)):
-                names = nonfinite(self._parts[stage]) if stage in self._parts else []
+                names = of_stage.get(stage)
                 found = from_all_ranks(names[-1] if names else None)
                 if ranks := [rank for rank, name in enumerate(found) if name is not None]:
-                    who, rank = self._named(ranks)
-                    return f"{kind}{who}: {found[ranks[0]]}", rank
+                    who, rank = (nobody, None) if nobody else self._named(ranks)
+                    return f"{who}: {found[ranks[0]]}", rank
         return "every entry is finite, but the squares overflow", None
 
     def _named(self, ranks: Sequence[int]) -> tuple[str, int | None]:

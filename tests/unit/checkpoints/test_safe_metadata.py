@@ -40,7 +40,7 @@ def saved(tmp_path: Path) -> Path:
     """A checkpoint with tensors of some kinds and values of all that a run saves."""
     folder = tmp_path / "step-1"
     states = {"train_state": dict(VALUES), "half": torch.ones(2, 3).bfloat16()}
-    states |= build_tiny("cola").state_dict()
+    states |= {"list": [torch.zeros(1)]} | build_tiny("cola").state_dict()
     dcp.save(states, checkpoint_id=str(folder), no_dist=True)
     return folder
 

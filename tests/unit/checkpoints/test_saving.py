@@ -10,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from torchtitan_lr.checkpoints import saving
-from torchtitan_lr.checkpoints.folders import all_steps, complete_steps
 from torchtitan_lr.checkpoints.record import DamagedError, Record, read_step
 from torchtitan_lr.checkpoints.saving import StepWriter, verified
 
@@ -79,21 +78,3 @@ def test_no_flipped_bit_of_a_record_loses_a_check(step: Path) -> None:
             assert read_step(step) == whole, data
         except DamagedError as error:
             assert str(error).startswith("step.json cannot be read (")
-
-
-def test_a_kill_before_the_record_leaves_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(Exception):
-        pass
-
-    def die(*_: object) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Record, "write", die)
-        with pytest.raises(dcp.CheckpointException, match="Killed"):
-            save(tmp_path / "step-4")
-    assert (tmp_path / "step-4/.metadata").is_file()
-    assert (all_steps(tmp_path), complete_steps(tmp_path)) == ([4], [])
-    assert damage_of(tmp_path / "step-4") == "step.json is missing"

@@ -49,6 +49,18 @@ def test_refusals_name_key_value_and_what_works(options, got, want, tmp_path):
     assert want in text and "\n" not in text
 
 
+RATES = {"0.0009": True, "0.001": False, "0.25": False, "0.5": True}
+
+
+@pytest.mark.parametrize(("lr", "warned"), RATES.items())
+def test_a_rate_beyond_searches_and_papers_is_warned_of(lr, warned, tmp_path, caplog):
+    given = ["--optimizer.name=Spectron", "--model.name=llama_cola", f"--optimizer.lr={lr}"]
+    check(*given, tmp_path=tmp_path)
+    told = [text for text in caplog.messages if text.startswith(f"optimizer.lr = {lr} is beyond")]
+    assert bool(told) is warned
+    assert all("0.001 to 0.25 (the paper's stable rates" in text for text in told)
+
+
 @pytest.fixture
 def outside():
     """Optimizers from outside: one reads no groups, one does, and two change the package's."""

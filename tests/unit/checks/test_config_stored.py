@@ -50,16 +50,22 @@ def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
             assert told.startswith(f"checkpoint: got '{step}', expected a whole one (step.json")
 
 
-def test_residuals_belong_to_their_layout(tmp_path):
-    step = tmp_path / "checkpoint/step-5"
+def saved_step(folder, options):
+    """A step of a run of the main job with these options on four ranks, and its states."""
+    step = folder / "checkpoint/step-5"
     step.mkdir(parents=True)
     (step / ".metadata").touch()
-    options = [f"--job.dump_folder={tmp_path}", "--grad_compression.codec=sparse"]
-    options += ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=4"]
     config = build_job_config([f"--job.config_file={MAIN}", *options])
     saved = identity_of(config, 4, configured.configured_args(config), "")
     saved |= {"model": {}, "dataloader": {}}
     Record(saved).write(step)
+    return step, saved
+
+
+def test_residuals_belong_to_their_layout(tmp_path):
+    options = [f"--job.dump_folder={tmp_path}", "--grad_compression.codec=sparse"]
+    options += ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=4"]
+    step, saved = saved_step(tmp_path, options)
     check(*options)
     for option, line in {
         "--grad_compression.min_size=5000": "grad_compression.min_size: got 5000, expected 16384",
@@ -75,18 +81,14 @@ def test_residuals_belong_to_their_layout(tmp_path):
 
 
 def test_a_checkpoint_of_other_outer_steps_is_refused(tmp_path):
-    step = tmp_path / "checkpoint/step-5"
-    step.mkdir(parents=True)
-    (step / ".metadata").touch()
     options = [f"--job.dump_folder={tmp_path}", "--outer.every=9", "--outer.bits=4"]
-    config = build_job_config([f"--job.config_file={MAIN}", *options])
-    saved = identity_of(config, 4, configured.configured_args(config), "")
-    Record(saved | {"model": {}, "dataloader": {}}).write(step)
+    saved_step(tmp_path, options)
     check(*options, "--outer.lr=0.5", "--parallelism.data_parallel_replicate_degree=2")
     way = "--checkpoint.load_step=5"
     for option, line, state in (
         ("--outer.every=0", "outer.every: got 0, expected 9 as in ", "optimizer"),
         ("--outer.bits=8", "outer.bits: got 8, expected 4 as in ", "outer"),
+        ("--outer.overlap", "outer.overlap: got True, expected False as in ", "outer"),
     ):
         told = refusal(*options, option)
         assert told.startswith(line) and f"{state} {way}" in told

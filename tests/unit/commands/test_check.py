@@ -4,6 +4,9 @@
 import pytest
 
 from tests.commands import Command
+from tests.support.corpora import write_corpus
+from torchtitan_lr.checks import values
+from torchtitan_lr.launch.run_folder import locked
 
 P = "--parallelism."
 FEW = ["--training.seq_len=32", "--training.local_batch_size=4", "--training.global_batch_size=-1"]
@@ -40,24 +43,52 @@ def check():
 @pytest.mark.parametrize("name", RUNS)
 def test_a_pass_runs_without_devices(check, name, capsys, tmp_path):
     few = FEW if name.startswith("debug") else FEW[:1] + FEW[3:]
-    folder = f"--job.dump_folder={tmp_path / 'run'}"
-    assert check.main([name, "--world=8", *few, *RUNS[name], folder]) == 0
-    assert "8 ranks: checked; a pass runs as a rank of" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()  # nothing is written
+    own = [
+        f"--job.dump_folder={tmp_path / 'run'}",
+        f"--training.token_folder={tmp_path / 'tokens'}",
+    ]
+    assert check.main([name, "--world=8", *few, *RUNS[name], *own]) == 0
+    said = "8 ranks: checked, but for tokens, which are not prepared; a pass runs as a rank of "
+    assert said in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())  # nothing is written
 
 
-def test_what_would_fail_later_is_refused(check, monkeypatch, capsys):
-    """A pass that raises, and a file that is not there."""
+def test_what_train_would_refuse_is_refused(check, monkeypatch, capsys, tmp_path):
+    """Files that are not there, tokens that do not fit, a folder of another run; and a pass."""
     from torchtitan_lr.models import llama
 
+    def refused(*options, key):
+        said = check.refusal(capsys, "debug_cola", *options)
+        assert said.startswith(f"error: {key}: ")
+        return said
+
+    world = "--world=4"
+    corpus = ["--training.dataset=prepared", f"--training.dataset_path={tmp_path}/corpus"]
+    write_corpus(tmp_path / "corpus", [[[1] * 900]], [[[4095] * 900]])
+    assert check.main(["debug_cola", world, *corpus]) == 0
+    assert "4 ranks: checked; a pass runs as a rank of 1 stage\n" in capsys.readouterr().out
+    write_corpus(tmp_path / "corpus", [[[1] * 900]], [[[4096] * 900]])
     missing = ["--training.dataset=local", "--training.dataset_path=/nonexistent"]
-    assert check.main(["debug_cola", "--world=4", *missing]) == 2
-    assert "training.dataset_path" in capsys.readouterr().err
+    refused(world, *missing, key="training.dataset_path")
+    refused(world, "--model.hf_assets_path=/nonexistent", key="model.hf_assets_path")
+    assert "4096" in refused(world, *corpus, key="training.dataset_path")
+    folder = f"--job.dump_folder={tmp_path / 'run'}"
+    with locked(str(tmp_path / "run")):
+        for options in ([world], []):
+            assert "no other job uses" in refused(*options, folder, key="job.dump_folder")
+    monkeypatch.setenv("LOG_RANK", "4")
+    refused(key="LOG_RANK")
+    monkeypatch.delenv("LOG_RANK")
+    monkeypatch.setenv("NGPU", "3")
+    refused(key="parallelism.tensor_parallel_degree")
+    monkeypatch.setenv("NGPU", "4")
+    monkeypatch.setattr(values, "machine_memory", lambda: 3 << 29)
+    large = "--training.local_batch_size=64", "--training.global_batch_size=-1"
+    assert "this machine has 1.5" in refused(*large, key="training.local_batch_size")
 
     def broken(self, *args, **kwargs):
         raise RuntimeError("these shapes do not fit\nand more")
 
     monkeypatch.setattr(llama.LlamaModel, "forward", broken)
-    assert check.main(["debug_cola", "--world=4"]) == 2
-    out = capsys.readouterr().err
+    out = check.refusal(capsys, "debug_cola", "--world=4")
     assert "rank 0 of 4" in out and "these shapes do not fit" in out and "and more" not in out

@@ -20,10 +20,8 @@ FILE = "train_configs/debug_cola.toml"
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch, tmp_path):
+def machine(variables, monkeypatch, tmp_path):
     """A folder that is no checkout, on a machine without GPUs and without settings."""
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(placement, "gpu_count", lambda: 0)
 
@@ -63,11 +61,19 @@ def test_each_key_has_its_origin():
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "adamw_lr"), [("Spectron", 1e-2, 3e-3), ("Muon", 1e-3, 0), ("TSRAdam", 8e-4, 0)]
+    ("name", "family", "lr", "adamw_lr"),
+    [
+        ("Spectron", "cola", 1e-1, 6e-2),
+        ("Spectron", "svd", 4e-2, 6e-2),
+        ("Muon", "full", 4e-3, 6e-2),
+        ("LoRAMuon", "lax", 1.5e-2, 6e-2),
+        ("TSRAdam", "cola", 1e-2, 0),
+    ],
 )
-def test_rates_belong_to_the_named_optimizer(name, lr, adamw_lr):
+def test_rates_belong_to_the_named_optimizer_and_the_family(name, family, lr, adamw_lr):
     """The file's rate is AdamW's."""
-    found = shown("cola_7b", f"--optimizer.name={name}", "--training.global_batch_size=-1")
+    named = [f"--optimizer.name={name}", f"--model.name=llama_{family}"]
+    found = shown("cola_7b", *named, "--training.global_batch_size=-1")
     assert found["optimizer.lr"] == (lr, f"default of {name}")
     assert found["optimizer.adamw_lr"][0] == adamw_lr
     given = shown("cola_7b", f"--optimizer.name={name}", "--optimizer.lr=0.5")

@@ -9,6 +9,7 @@ import torch
 
 from tests.commands import Command
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.support.corpora import write_jsonl
 from tests.support.run_folders import loaded, rewrite_record, run_record, write_run
 from torchtitan_lr.data.sources import Reader, Source
 
@@ -17,18 +18,6 @@ command = Command("evaluate").ask
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 9, "x = 1\n", "", "class A:\n" * 40]
-
-
-@pytest.fixture
-def step(tmp_path):
-    return write_run(tmp_path / "run", "cola", torch.float64)[0]
-
-
-@pytest.fixture
-def texts(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
 
 
 def encode(tokenizer, text):
@@ -50,7 +39,9 @@ def by_hand(step, texts, seq_len):
 
 
 @pytest.mark.parametrize("seq_len", [0, 24])
-def test_loss_perplexity_and_bits_per_byte(step, texts, capsys, seq_len):
+def test_loss_perplexity_and_bits_per_byte(tmp_path, capsys, seq_len):
+    step, _ = write_run(tmp_path / "run", "cola", torch.float64)
+    texts = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     usual = (step, "--corpus", "local", "--path", texts, "--device", "cpu", "--seq_len", seq_len)
     status, out, _ = command(capsys, *usual, "--json")
     assert status == 0

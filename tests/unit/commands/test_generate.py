@@ -20,20 +20,6 @@ command = Command("generate").ask
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_the_command_continues_the_prompt(tmp_path, capsys):
-    step, _ = write_run(tmp_path, "cola")
-    options = (step, "--prompt", "import os", "--max_new_tokens", 5)
-    status, out, _ = command(capsys, *options, "--device", "cpu")
-    assert status == 0
-    assert out.startswith("import os")
-    assert len(out.strip()) > len("import os")
-    assert command(capsys, *options, "--device", "cpu")[1] == out
-    said = command(capsys, *options, "--device", "cpu", "--json")[1]
-    fields = {"new_tokens": 5, "end": "length"}
-    assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")} | fields
-    assert command(capsys, *options, "--device", "cpu", "--seed", 1)[1] != out
-
-
 def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
     """The newest one with finite weights; in a run without a whole step the line says so."""
     step, _ = write_run(tmp_path, "cola")
@@ -141,6 +127,7 @@ def test_prompts_are_continued_in_order(tmp_path, capsys):
         alone = command(capsys, *usual, "--seed", 4 + index, prompts[index])[1]
         assert alone == record["text"] + "\n"
         assert record["end"] == "length" and record["new_tokens"] == 6
+    assert command(capsys, *usual, "--seed", 5, prompts[0])[1] != found[0]["text"] + "\n"
     continuation = found[0]["text"].removeprefix(texts[0])
     middle = continuation[len(continuation) // 2 :][:3]
     cut = command(capsys, *usual, "--seed", 4, prompts[0], "--stop", middle, "--json")[1]

@@ -20,7 +20,6 @@ runs = Command("runs")
 
 
 def leave(folder, step, steps=10, state=None, why="", config="a.toml", **sections):
-    """What a run leaves in its folder."""
     folder.mkdir(parents=True)
     record = {"job": {"config_file": config}, "training": {"steps": steps}}
     record["model"] = {"name": "llama_cola", "flavor": "debug"}

@@ -27,18 +27,13 @@ def text(tmp_path):
 
 
 def train(text, out, *more):
-    return Command("tokenizer").main(
-        ["--corpus", "local", "--path", str(text), "--out", str(out), *more]
-    )
-
-
-def load(folder):
-    return build_tokenizer(str(folder))
+    own = ["--corpus", "local", "--path", str(text), "--out", str(out)]
+    return Command("tokenizer").main([*own, *more])
 
 
 def test_size_special_tokens_and_round_trip(text, tmp_path):
     assert train(text, tmp_path / "hf", "--vocab_size", "700") == 0
-    tokenizer = load(tmp_path / "hf")
+    tokenizer = build_tokenizer(f"{tmp_path}/hf")
     assert len(tokenizer.get_vocab()) == 700
     assert tokenizer.tokenizer.id_to_token(tokenizer.bos_id) == "<|begin_of_text|>"
     assert tokenizer.tokenizer.id_to_token(tokenizer.eos_id) == "<|end_of_text|>"
@@ -58,7 +53,7 @@ def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
     (tmp_path / "tokenizer.model").write_text("".join(lines))
     convert = ["--ranks", str(tmp_path / "tokenizer.model"), "--out", str(tmp_path / "out")]
     assert Command("tokenizer").main(convert) == 0
-    tokenizer = load(tmp_path / "out")
+    tokenizer = build_tokenizer(f"{tmp_path}/out")
     assert (tokenizer.bos_id, tokenizer.eos_id) == (600, 601)
     # Llama 3.1's published ids, less its 128,000 ranks.
     places = {"reserved_special_token_0": 2, "start_header_id": 6, "eot_id": 9}
@@ -85,4 +80,4 @@ def test_what_is_no_rank_file(tmp_path, capsys):
         assert "expected a tiktoken rank file" in capsys.readouterr().err
     (tmp_path / "0").rename(tmp_path / "tokenizer.model")
     with pytest.raises(ConfigError, match="tokenizer --ranks converts"):
-        load(tmp_path)
+        build_tokenizer(str(tmp_path))

@@ -1,11 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private upstream methods that ours override, functions that ours rewrite (torch 2.11 to 2.15)."""
+"""Private upstream methods that ours override, functions that ours rewrite (torch 2.11 to 2.15).
 
+No private module of either, and no patch, is outside ``compat/`` and ``titan/``.
+"""
+
+import ast
 import hashlib
 import importlib
 import inspect
+import sys
 
 import pytest
+
+from tests.commands import ROOT
 
 OVERRIDES = [  # ours, upstream's, its parameters, the method of upstream that calls it
     # A cast must not round the rotary table; to, float and to_empty all end here.
@@ -98,3 +105,32 @@ def test_rewritten_functions_have_not_changed_upstream(ours, upstream, digest):
     source = inspect.getsource(resolve(f"torchtitan.{upstream}"))
     found = hashlib.sha256(source.encode()).hexdigest()[:12]
     assert found == digest, f"{upstream} has changed: compare it with {ours}"
+
+
+PACKAGE = ROOT / "torchtitan_lr"
+ROOMS = ("compat", "titan")
+FILES = [p for p in PACKAGE.rglob("*.py") if p.parent.relative_to(PACKAGE).name not in ROOMS]
+
+
+def reached(text):
+    """Lines of a program that import a private name, or change what they have imported."""
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            if names[0].split(".")[0] not in sys.stdlib_module_names:
+                imported |= {(a.asname or a.name).split(".")[0] for a in node.names}
+            parts = [part for name in names for part in name.split(".")]
+            if "unittest" in parts or any(p[0] == "_" and p[:2] != "__" for p in parts):
+                yield ast.unparse(node)
+    for node in ast.walk(ast.parse(text)):
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if stored and ast.unparse(node).split(".")[0] in imported:
+            yield ast.unparse(node)
+
+
+def test_upstreams_private_names_stand_in_two_rooms():
+    found = {str(path.relative_to(PACKAGE)): [*reached(path.read_text())] for path in FILES}
+    assert len(found) > 100
+    assert {name: lines for name, lines in found.items() if lines} == {}

@@ -1,12 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Codecs without ranks: W ranks are the leading dimension of one tensor."""
+"""Codecs without ranks: W ranks are the leading dimension of one tensor.
+
+Error feedback is that of one rank; what needs several is in tests/distributed.
+"""
 
 import pytest
 import torch
 
 from tests.support.codecs import reduce_in_process
-from torchtitan_lr.compression import codecs, sketch
+from torchtitan_lr.compression import codecs, settings, sketch
 from torchtitan_lr.compression.codecs import SparseCodec
+from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.compression.settings import exchange_unit
 from torchtitan_lr.compression.sketch import SketchCodec, smallest_theta
 
@@ -24,12 +28,7 @@ def sketch_codec(c, w=W, **options):
     return SketchCodec(w, c, smallest_theta(c, w), **options)
 
 
-CODECS = [
-    SparseCodec(W, theta=0.8),
-    sketch_codec(2),
-    sketch_codec(10),
-    SketchCodec(W, 10, 0.9875),
-]
+CODECS = [SparseCodec(W, theta=0.8), sketch_codec(2), sketch_codec(10), SketchCodec(W, 10, 0.9875)]
 IN_BF16 = [
     SparseCodec(W, theta=0.8, half=True),
     sketch_codec(2, half=True),
@@ -122,3 +121,36 @@ def test_accepted_units_peel(c, ranks):
             stuck += sum(float(own["unpeeled"]) for own in counts)
             indexed += sum(float(own["indexed"]) for own in counts)
         assert stuck / indexed < 0.15
+
+
+def compressor(group, codec="sketch", **options):
+    built, cpu = settings.CODECS[codec](1, 4, 0.9), torch.device("cpu")
+    return Compressor("u", built, [(200, True)], group, cpu, **options)
+
+
+def gradient(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(1, 200, generator=generator) * 1000).round()
+
+
+def test_what_is_not_sent_is_sent_later(one_rank):
+    """Error feedback by hand: each step sends the 20 largest of gradient plus debt, exactly."""
+    own, debt = compressor(one_rank), torch.zeros(200)
+    for seed in range(5):
+        debt += gradient(seed)[0]
+        sent, _ = own.exchange_rows(gradient(seed))
+        chosen = sent != 0
+        assert chosen.sum() == 20 and torch.equal(sent[chosen], debt[chosen])
+        debt -= sent
+        assert sent[chosen].abs().min() >= debt.abs().max()
+        assert torch.equal(own.residual[0], debt)
+
+
+def test_a_nan_is_sent_and_leaves_the_rest_of_the_residual_as_it_was(one_rank):
+    own = compressor(one_rank, "sparse")
+    own.exchange_rows(gradient(0))
+    before = own.residual.clone()
+    sent, _ = own.exchange_rows(torch.full((1, 200), torch.nan))
+    unsent = sent.isfinite()
+    assert unsent.sum() == 180 and own.residual.isfinite().all()
+    assert torch.equal(own.residual[0, unsent], before[0, unsent]) and before[0, unsent].any()

@@ -95,7 +95,9 @@ WARM_UP = [
     ('include = "cola_60m"', ["--training.steps=9", "--lr_scheduler.warmup_steps=50"], 50),
     ('include = "cola_60m"\n[training]\nsteps = 100', [], 10),
     ('include = "cola_60m"\n[lr_scheduler]\nwarmup_steps = 9000', [], 9000),  # as it says
-    ("[training]\nsteps = 100", [], 2),  # torchtitan's 200 of 10,000
+    ("[training]\nsteps = 100", [], 10),  # CoLA's
+    ("[training]\nsteps = 100", ["--optimizer.name=Spectron"], 5),
+    ("[training]\nsteps = 100", ["--model.name=llama_full"], 2),  # torchtitan's 200 of 10,000
     ("[lr_scheduler]\nwarmup_steps = 7", ["--lr_scheduler.warmup_ratio=0.5"], 5000),
 ]
 

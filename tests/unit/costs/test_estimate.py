@@ -4,16 +4,18 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.commands.estimate_report import alternatives
+from torchtitan_lr.commands import train
+from torchtitan_lr.commands.estimate_report import alternatives, estimate
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.costs.described_run import elements, read_run
-from torchtitan_lr.costs.hardware import MACHINES, load_hardware
+from torchtitan_lr.costs.hardware import DEVICES, MACHINES, load_hardware
 from torchtitan_lr.costs.memory import static_memory
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import step_time
@@ -142,6 +144,26 @@ def test_what_outer_steps_send_and_hold():
     assert alone.outer.exchanges(0) == []
 
 
+@pytest.mark.parametrize("gbytes", [25.0, 1.25])
+def test_a_step_hides_a_message_that_travels_meanwhile(gbytes):
+    """No more of it than the step computes."""
+    hardware = replace(load_hardware("h100_10gbit"), inter_node_gbytes_per_s=gbytes)
+    path = ROOT / "train_configs/muloco_1b.toml"
+    runs = [paper_run(path, None, *more) for more in ([], ["--outer.overlap"])]
+    plain, overlaps = (estimate({"run": run}, hardware)["step_time"] for run in runs)
+    (row,) = runs[0].outer.exchanges(0)
+    message = 7 / 8 * row.elements / (gbytes * 1e9) + hardware.latency_us * 1e-6
+    computes = sum(plain[part] for part in ("compute", "element_wise"))
+    hidden = min(message, computes) / 30
+    assert (message > computes) is (gbytes < 2)
+    assert plain["total"] - overlaps["total"] == pytest.approx(hidden, rel=1e-4)
+    more = overlaps["hidden_communication"] - plain["hidden_communication"]
+    assert more == pytest.approx(hidden, rel=1e-4)
+    pieces = runs[1].pieces_of(0)
+    messages = 9 * row.elements / 8  # its own, and those of all
+    assert runs[1].outer.travelling_bytes(pieces) == 4 * elements(pieces) + messages
+
+
 def test_thousands_of_ranks():
     """BOOST's 30B on 1,024 ranks: exact shards, and BTP faster than the others."""
     path = ROOT / "train_configs" / "boost_30b.toml"
@@ -178,6 +200,8 @@ def test_the_shares_of_readme():
 def test_machines(path):
     machine = load_hardware(path.stem)
     assert machine == load_hardware(str(path))
+    base = load_hardware(machine.like) if machine.like else machine
+    assert machine.kernel_us == base.kernel_us > 0
     assert machine.intra_node_gbytes_per_s > machine.inter_node_gbytes_per_s > 0
     assert 100 < machine.peak_tflops < 1000 and 0.3 < machine.matmul_efficiency < 1
 
@@ -192,6 +216,7 @@ GOOD = (MACHINES / "h100.toml").read_text()
         ([GOOD.replace("= 80.0", "= nan")], "machine.toml: memory_gib: got nan"),
         ([GOOD.replace("node = 8", "node = 8.5")], "machine.toml: devices_per_node: got 8.5"),
         ([GOOD.replace("= 80.0", f"= {'9' * 5000}")], "expected valid TOML"),
+        (["like = 'own.toml'\n" + GOOD], "machine.toml: like: got 'own.toml'"),
         ([None, "--hardware=b300"], "one of a100_80g_nvlink"),
         ([None, "--training.sequence=3"], "training.sequence"),
         ([None, "--plans=full,btq"], "--plans: got 'btq', expected one of full, btp, vanilla"),
@@ -209,3 +234,25 @@ def test_refusals(arguments, message, tmp_path, script, capsys):
     assert script.main([DEBUG, *others]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_run_says_what_it_is_modelled_to_take(monkeypatch, capsys, tmp_path):
+    """On the GPUs of a shipped file."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert train.gpu_name() == ""
+    options = [f"--job.config_file={DEBUG}", ONE, "--training.global_batch_size=-1"]
+    config, alone = build_job_config(options), SimpleNamespace(world_size=1)
+    placed = SimpleNamespace(config=config, environment=alone, device="cuda")
+
+    def told(name):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{name}'\necho 'Another'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        train.tell_modelled(placed)
+        return capsys.readouterr().out
+
+    line = r"H200 SXM, NVLink, modelled: [\d.e-]+ days, \d+% MFU, \d+% of 141 GiB\n$"
+    assert re.match(line, told("NVIDIA H200"))
+    assert told("Tesla T4") == told("") == ""
+    placed.device = "cpu"
+    assert told("NVIDIA H200") == ""
+    assert {(MACHINES / f"{name}.toml").is_file() for name in DEVICES.values()} == {True}

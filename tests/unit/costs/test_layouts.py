@@ -6,6 +6,10 @@ import json
 import pytest
 
 from tests.commands import Command
+from torchtitan_lr.commands.estimate_report import read_first
+from torchtitan_lr.costs.layouts import MOST_TOKENS, least_peak, with_batch
+from torchtitan_lr.costs.memory import rank_memory
+from torchtitan_lr.costs.rehearsal import rehearse_run
 
 SHAPE = ["--training.seq_len=2048", "--training.global_batch_size=64"]
 SHAPE += ["--training.local_batch_size=1", "--validation.seq_len=256"]
@@ -23,6 +27,8 @@ def test_every_row_is_an_estimate(estimate, capsys):
     rows = report["layouts"]
     seconds = [row["step_time"]["total"] for row in rows]
     assert seconds == sorted(seconds)
+    whole = [row["microbatch"] for row in rows if "cp" not in row["layout"]]
+    assert max(whole) * 2048 == MOST_TOKENS
     kinds = {row["layout"] for row in rows}
     # cp 2 and 4 leave less than a thousand tokens or need an even row; replicas are none or all.
     assert {"fsdp 4", "replicas 4", "tp 2, fsdp 2", "pp 4", "cp 2, fsdp 2"} <= kinds
@@ -30,11 +36,7 @@ def test_every_row_is_an_estimate(estimate, capsys):
         degrees = dict(part.split() for part in row["layout"].split(", "))
         keys = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
         keys["replicas"] = "data_parallel_replicate"
-        own = [
-            f"--parallelism.{keys[name]}_degree={degree}"
-            for name, degree in degrees.items()
-            if name in keys
-        ]
+        own = [f"--parallelism.{keys[k]}_degree={degrees[k]}" for k in keys if k in degrees]
         local = row["microbatch"] * (row["microbatches"] if "pp" in degrees else 1)
         own += [f"--training.local_batch_size={local}"]
         own += [f"--parallelism.pipeline_parallel_microbatch_size={row['microbatch']}"]
@@ -51,3 +53,14 @@ def test_the_table_says_why_others_lose(estimate, capsys):
     assert "H100" in out and "GPU-hours" in out and "times as long, by" in out
     assert estimate.main(["cola_1b", "cola_60m", "--layouts"]) == 2
     assert "--layouts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_is_not_rehearsed_cannot_fit(pp):
+    """The bound of a micro-batch's memory by one row is below its peak, and not far."""
+    stages = f"--parallelism.pipeline_parallel_degree={pp}"
+    first = read_first("cola_60m", 4, [*SHAPE, stages, "--training.local_batch_size=16"])
+    for rows in (2, 8):
+        run = with_batch(first.config, rows, 4)
+        peak = rank_memory(run, 0, rehearse_run(run))["peak"]
+        assert 0.5 * peak < least_peak(first.config, rows, 4) < peak

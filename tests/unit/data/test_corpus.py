@@ -62,7 +62,6 @@ def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, dtype):
 
 
 def index_of(lengths, borders):
-    """An .idx of uint16 tokens."""
     offsets = 2 * (np.cumsum(lengths) - lengths)
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(borders))
     parts = (np.array(lengths, "<i4"), offsets.astype("<i8"), np.array(borders, "<i8"))

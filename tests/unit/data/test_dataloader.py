@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.corpora import write_corpus
+from tests.support.processes import in_child
 from torchtitan_lr.data import dataloader
 from torchtitan_lr.data.corpus import DOCUMENTS, Rows
 from torchtitan_lr.data.dataloader import (
@@ -156,8 +157,6 @@ def test_a_read_that_never_returns_ends_with_the_run(corpora, tmp_path, monkeypa
     rows = StuckRows([Rows(corpora[0], S)])
     rows.pipe = tmp_path / "pipe"
     os.mkfifo(rows.pipe)
-    context = multiprocessing.get_context("fork")
-    left, held = context.Pipe(duplex=False)
 
     def run():
         loader = build(rows, 1, 4, num_workers=workers)[0]
@@ -167,12 +166,7 @@ def test_a_read_that_never_returns_ends_with_the_run(corpora, tmp_path, monkeypa
         loader.close()
         os._exit(0)  # as a rank
 
-    child = context.Process(target=run)
-    child.start()
-    held.close()
-    child.join(30)
-    assert child.exitcode == 0
-    assert left.poll(10)  # no worker lives: all that inherited the other end have closed it
+    assert in_child(run) == 0  # and no worker lives
 
 
 SEEDS = st.integers(0, 2**63)

@@ -14,6 +14,7 @@ import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
 from tests.support.corpora import write_jsonl
+from tests.support.processes import in_child
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
@@ -27,6 +28,7 @@ from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.titan import logger
 
+TOKENIZER = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
 
@@ -113,25 +115,30 @@ SPLIT = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}  # 
 TRAIN, TEST = 10 * 8 * 100, 1 << 24  # of the steps and one more; of validation, whatever it reads
 
 C4 = [f"allenai/c4 en train train {TRAIN}", f"allenai/c4 en validation held_out {TEST}"]
+ALL = [C4[0], "allenai/c4 en validation held_out None"]
 OWN_SPLITS = [f"a/b en web train {TRAIN}", f"a/b en test held_out {TEST}"]
 
 
 @pytest.mark.parametrize(
-    ("training", "expected"),
+    ("training", "validation", "expected"),
     [
-        ({"dataset": "c4"}, C4),
-        (HF, [f"a/b@1.0 None train both {TRAIN}"]),
-        (HF | {"hf_streaming": False}, ["a/b@1.0 None train both None"]),
-        (HF | {"hf_tokens": 7000}, ["a/b@1.0 None train both 7000"]),
-        ({"mixture": [SPLIT], "hf_held_out": "test"}, OWN_SPLITS),
+        ({"dataset": "c4"}, {}, C4),
+        # A set changes no corpus, and [validation] decides whatever it reads itself.
+        ({"dataset": "c4"}, {"sets": [{"dataset": "training", "steps": -1}]}, C4),
+        ({"dataset": "c4"}, {"steps": -1, "dataset": "cpython"}, ALL),
+        (HF, {}, [f"a/b@1.0 None train both {TRAIN}"]),
+        (HF | {"hf_streaming": False}, {}, ["a/b@1.0 None train both None"]),
+        (HF | {"hf_tokens": 7000}, {}, ["a/b@1.0 None train both 7000"]),
+        ({"mixture": [SPLIT], "hf_held_out": "test"}, {}, OWN_SPLITS),
     ],
 )
-def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, training, expected):
+def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, training, validation, expected):
     options = "--training.steps=9 --training.global_batch_size=8 --training.seq_len=99"
     options += " --validation.enable --validation.steps=2 --validation.local_batch_size=4"
     options += " --validation.seq_len=49 --parallelism.tensor_parallel_degree=2"
     job = config(options, path=None)
     vars(job.training).update(training)
+    vars(job.validation).update(validation)
     (part,) = wanted(job)
     assert [
         f"{source.paths[0]} {source.config} {source.split} {source.part} {source.tokens}"
@@ -144,11 +151,12 @@ def test_two_runs_prepare_a_folder_at_the_same_time(config, monkeypatch, locks):
     """Once if there are locks; else both write the same bytes."""
     run_alone, context = tokenizing._Preparation.run, multiprocessing.get_context("fork")
     calls, barrier = context.Value("i"), context.Barrier(3)
-    if not locks:
-        monkeypatch.setattr(tokenizing.FileLock, "acquire", lambda *_, **__: refuse())
 
-    def refuse():
+    def refuse(*_, **__):
         raise NotImplementedError
+
+    if not locks:
+        monkeypatch.setattr(tokenizing.FileLock, "acquire", refuse)
 
     def slow(*args, **options):
         with calls.get_lock():
@@ -175,14 +183,13 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern, monkeypatch):
     """Nor is what was prepared in a folder read as its text."""
     data, out, other = tmp_path / "data", tmp_path / "data" / "tokens", tmp_path / "other"
     data.mkdir()
-    tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
     text = write_jsonl(data / "a.jsonl", TEXTS)
     with text.open("a") as file:
         file.write("{\n")
 
     def command(folder, most=0):
         reader = Reader(Source("local", (f"{data}{pattern}",)))
-        return prepare_folder([reader], tokenizer, folder, "--out", most)
+        return prepare_folder([reader], TOKENIZER, folder, "--out", most)
 
     def refused(folder):
         with pytest.raises(ConfigError, match="new, empty or was begun by this command; it holds"):
@@ -245,23 +252,20 @@ def test_rows_of_the_vocabulary_without_tokens_are_said(tmp_path, config, caplog
 
 def test_a_store_of_another_user_is_read_and_a_refusal_tells_the_way_out(tmp_path):
     store = Path(tempfile.mkdtemp())  # pytest's own folder is closed to others
-    tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     readers = [Reader(Source("local", (str(path),), part=part)) for part in ("train", "both")]
     assert all(reader.stamp for reader in readers)  # the text is read before
-    prepare_folder(readers[:1], tokenizer, store / "there", "training.token_folder")
+    prepare_folder(readers[:1], TOKENIZER, store / "there", "training.token_folder")
     store.chmod(0o555)
 
     def run():
         if os.getuid() == 0:
             os.setuid(65534)
-        prepare_folder(readers[:1], tokenizer, store / "there", "training.token_folder")
+        prepare_folder(readers[:1], TOKENIZER, store / "there", "training.token_folder")
         with pytest.raises(ConfigError, match=rf"{store}/b'.*Permission denied.*chmod g\+w"):
-            prepare_folder(readers[1:], tokenizer, store / "b", "training.token_folder")
+            prepare_folder(readers[1:], TOKENIZER, store / "b", "training.token_folder")
 
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    child.join()
+    status = in_child(run)
     store.chmod(0o755)
     shutil.rmtree(store)
-    assert child.exitcode == 0
+    assert status == 0

@@ -83,7 +83,6 @@ def trained(kind):
 
 
 def around(*parts):
-    """A post-processor that puts special tokens around a text."""
     ids = [(name, SPECIALS.index(name)) for name in parts if name in SPECIALS]
     return processors.TemplateProcessing(single=list(parts), special_tokens=ids)
 

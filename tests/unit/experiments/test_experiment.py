@@ -1,18 +1,25 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""An experiment from its file to the fit, with a program in place of the training."""
+"""An experiment from its file to the fit, with a program in place of the training.
+
+The fit finds the exponents of the law that made the losses, and no others.
+"""
 
 import json
 import math
+import os
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
+from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.experiments import results
 from torchtitan_lr.experiments.experiment import read_experiment
 from torchtitan_lr.experiments.plan import Plan
-from torchtitan_lr.experiments.results import fits_of, law_table
+from torchtitan_lr.experiments.results import fit_law, fit_points, fits_of, law_table, student
+from torchtitan_lr.experiments.start import run_on_ranks
 from torchtitan_lr.experiments.sweep import settings_of
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
@@ -78,9 +85,7 @@ def plan_of(tmp_path, *changes):
 )
 def test_mistakes_are_one_line(tmp_path, capsys, old, new, message):
     arguments = ["plan", write(tmp_path, (old, new)), f"--out={tmp_path / 'o'}"]
-    assert scaling.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in scaling.refusal(capsys, *arguments)
 
 
 def test_our_experiments():
@@ -100,6 +105,7 @@ def test_the_command_line_wins(tmp_path):
     settings = {name: settings_of(plan.point(name, "a", 1.0, 0, 1e-3)) for name in ("full", "cola")}
     assert [found["training.seq_len"] for found in settings.values()] == [64, 64]
     assert settings["cola"]["optimizer.beta1"] == 0.5 != settings["full"]["optimizer.beta1"]
+    assert "optimizer.tsr_rank" not in settings["cola"]  # AdamW does not read it
 
 
 def test_lengths_by_hand(tmp_path):
@@ -227,3 +233,56 @@ def test_a_law_is_fitted_to_what_no_cheaper_point_beats():
     # The table has how many points were fitted, and the largest error.
     last = law_table([worse, *rows], fits).splitlines()[-1].split(" | ")
     assert last[0] == "| a" and last[1] == "4 of 5" and abs(float(last[-1].strip(" |"))) < 0.01
+
+
+def test_ranks_that_fail_are_one_line_and_a_folder(monkeypatch, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from torchtitan_lr.experiments.start import report_from_rank\n"
+        "report_from_rank(lambda _: 1 // 0, [])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RunFailedError) as info:
+        run_on_ranks("broken", [], ranks=1)
+    (kept,) = tmp_path.glob("torchtitan_lr-ranks-*/*/attempt_0/0")
+    line = "error: rank 0 failed: ZeroDivisionError: integer division or modulo by zero"
+    assert str(info.value) == f"{line}; its output: {kept}"
+    assert "Traceback" in (kept / "stderr.log").read_text()
+
+
+NOISE = 0.003  # standard deviation of log L, about that of seeds
+
+
+def test_without_noise_the_law_is_found():
+    flops = np.geomspace(1e12, 1e16, 8)
+    law = fit_law(np.column_stack([flops, 1.5 + 400 * flops**-0.2]))
+    assert law.floor == pytest.approx(1.5, rel=1e-4)
+    assert law.alpha == pytest.approx(0.2, rel=1e-3)
+    assert law(np.asarray([1e18])) == pytest.approx(1.5 + 400 * 1e18**-0.2, rel=1e-4)
+
+
+def test_the_true_exponent_is_in_nearly_all_intervals():
+    flops = np.repeat(np.geomspace(1e12, 1e16, 8), 3)
+    held = 0
+    for seed in range(6):
+        noise = NOISE * np.random.default_rng(seed).standard_normal(len(flops))
+        losses = (1.8 + 3 * (flops / 1e12) ** -0.2) * np.exp(noise)
+        _, low, high = fit_points(np.column_stack([flops, losses]), 60).interval("alpha")
+        held += low < 0.2 < high
+        assert high - low < 0.03  # the control: other exponents are not held
+    assert held >= 5
+
+
+def test_one_wrong_point_hardly_moves_the_fit():
+    flops = np.geomspace(1e12, 1e16, 12)
+    losses = 1.5 + 3 * (flops / 1e12) ** -0.2
+    losses[5] *= 1.2
+    assert fit_law(np.column_stack([flops, losses])).alpha == pytest.approx(0.2, abs=0.01)
+
+
+def test_students_interval_by_hand():
+    """Differences 0.1, 0.2, 0.3: standard deviation 0.1, t(0.975, 2) = 4.302653 of a table."""
+    mean, low, high = student([3.1 - 3.0, 3.3 - 3.1, 3.4 - 3.1])
+    half = 4.302653 * 0.1 / 3**0.5
+    assert (mean, low, high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
+    assert student([2.0]) == (2.0, None, None)

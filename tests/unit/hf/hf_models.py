@@ -55,12 +55,7 @@ def exact(theirs, ours):
 
 
 def load(folder, dtype=torch.float64):
-    """The model that transformers loads."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=dtype)
     return loaded.eval()
-
-
-def error(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()

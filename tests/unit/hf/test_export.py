@@ -1,27 +1,24 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The command `export`: refusals, precision, the model card."""
+"""The command `export`: refusals, precision, a model of the Hub.
+
+Exports, read by ``evaluate`` and ``generate``, and judged by transformers.
+"""
 
 import json
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from huggingface_hub import constants as hf_constants
 from safetensors.torch import load_file
 
 from tests.commands import Command
+from tests.support.corpora import write_jsonl
+from tests.support.nightly import nightly
 from tests.support.run_folders import export, rewrite_record, write_run
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import write_record
 
-
-def refusal(capsys, *argv):
-    """The one line on stderr that a refused command prints."""
-    status, out, err = export.ask(capsys, *argv)
-    assert (status, out) == (2, "")
-    assert err.count("\n") == 1, err
-    return err
-
+evaluate, generate = Command("evaluate"), Command("generate")
 
 # DCP says so when it saves without a process group, which is the point here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -41,13 +38,13 @@ def test_precision_of_the_export(tmp_path, option, dtype):
 def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "full")
     out = tmp_path / "out"
-    told = refusal(capsys, step, out, "--keep_factors")
+    told = export.refusal(capsys, step, out, "--keep_factors")
     assert told.startswith("error: --keep_factors: got 'llama_full', expected a low-r")
     # Of a family that the exported code has no linears for: tests/unit/parallel/test_toys.py.
     changed = dict(read_step(step).run)
     changed["model"]["vocab_size"] = 64
     rewrite_record(step, changed)
-    assert "a tokenizer within the model's" in refusal(capsys, step, out)
+    assert "a tokenizer within the model's" in export.refusal(capsys, step, out)
     assert not out.exists()
 
 
@@ -55,30 +52,17 @@ def test_damage_is_refused(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "cola")
     (shard,) = step.glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:1000])
-    line = refusal(capsys, step, tmp_path / "out")
+    line = export.refusal(capsys, step, tmp_path / "out")
     assert "found: __0_0.distcp has 1000 bytes instead of " in line
     whole = (step / ".metadata").read_bytes()
     for text in (b"not a pickle", whole[: len(whole) // 2], b""):
         (step / ".metadata").write_bytes(text)
         write_record(step, read_step(step))
-        assert ".metadata cannot be read (" in refusal(capsys, step, tmp_path / "out")
+        assert ".metadata cannot be read (" in export.refusal(capsys, step, tmp_path / "out")
     rewrite_record(step, {"model": {}})
-    assert "the complete record of a run" in refusal(capsys, step, tmp_path / "out")
+    assert "the complete record of a run" in export.refusal(capsys, step, tmp_path / "out")
     (step / "step.json").unlink()
-    assert "step.json is missing" in refusal(capsys, step, tmp_path / "out")
-
-
-def test_the_card_of_a_tune_names_its_licence_and_no_place(tmp_path):
-    step, _ = write_run(tmp_path / "tune", "full")
-    record = json.loads((tmp_path / "tune" / "job_config.json").read_text())
-    record["checkpoint"] = {"initial_load_path": str(tmp_path / "base/checkpoint/step-0")}
-    rewrite_record(step, record)
-    out = tmp_path / "out"
-    assert export.main([str(step), str(out), "--license", "mit"]) == 0
-    card = (out / "README.md").read_text()
-    assert "fine-tuned from other weights with torchtitan_lr" in card
-    assert str(tmp_path) not in card
-    assert ModelCard.load(out / "README.md").data.to_dict()["license"] == "mit"
+    assert "step.json is missing" in export.refusal(capsys, step, tmp_path / "out")
 
 
 def test_a_model_of_the_hub_is_imported_by_its_name(tmp_path, monkeypatch):
@@ -92,3 +76,62 @@ def test_a_model_of_the_hub_is_imported_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hf_constants, "HF_HUB_CACHE", str(hub))
     assert Command("import").main(["someone/small", str(tmp_path / "base")]) == 0
+
+
+TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 7, "x = 1\n", "class A:\n" * 40]
+SEQ_LEN = 48
+
+
+def judge(capsys, model, texts, *options):
+    usual = ["--corpus", "local", "--path", texts, "--seq_len", SEQ_LEN, "--device", "cpu"]
+    status = evaluate.main([str(part) for part in (model, *usual, "--json", *options)])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return json.loads(out)
+
+
+def transformers_loss(folder, dtype):
+    """The mean of transformers' own losses over the windows, weighted by their tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"trust_remote_code": True, "torch_dtype": dtype}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stream = [i for text in TEXTS for i in (*tokenizer(text).input_ids, tokenizer.eos_token_id)]
+    total = 0.0
+    for start in range(0, len(stream) - 1, SEQ_LEN):
+        window = torch.tensor([stream[start : start + SEQ_LEN + 1]])
+        with torch.no_grad():
+            total += model(window, labels=window).loss.item() * (window.shape[1] - 1)
+    return total / (len(stream) - 1), len(stream) - 1
+
+
+@pytest.mark.parametrize("family", ["svd", "lax", *nightly("full", "cola")])
+@pytest.mark.usefixtures("code_cache")
+def test_exports_are_evaluated_and_continued(family, tmp_path, capsys):
+    texts = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    step, _ = write_run(tmp_path / "run", family, torch.float64)
+    out = tmp_path / "out"
+    assert export.main([str(step), str(out)]) == 0
+    capsys.readouterr()
+    expected, found = judge(capsys, step, texts), judge(capsys, out, texts)
+    tolerance = 1e-12 if family == "svd" else 1e-13  # its factors are multiplied, which rounds
+    assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    for key in ("tokens", "bytes", "documents"):
+        assert found[key] == expected[key]
+    options = ["--prompt", "import os", "--temperature", "0", "--max_new_tokens", "6", "--json"]
+    answers = []
+    for folder in (step, out):
+        assert generate.main([str(folder), *options, "--device", "cpu"]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["text"])
+    assert answers[0] == answers[1]
+    loss, tokens = transformers_loss(out, torch.float64)
+    assert tokens == found["tokens"]
+    # transformers' LLaMA has its angles, norms and loss in fp32.
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    # The control: one token more or less per document is another loss.
+    fewer = judge(capsys, out, texts, "--documents", 2)
+    assert abs(fewer["loss"] - loss) > 1e-5
+    # An export has no corpus of its own.
+    told = evaluate.refusal(capsys, out, "--device", "cpu")
+    assert "an export has no record of its data" in told

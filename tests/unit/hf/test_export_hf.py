@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.run_folders import model_in
-from tests.unit.hf.hf_models import CASES, error, exact, load, model_of
-from tests.unit.tiny import build_tiny, tokens
+from tests.unit.hf.hf_models import CASES, exact, load, model_of
+from tests.unit.tiny import build_tiny, max_error, tokens
 from torchtitan_lr import hf
 from torchtitan_lr.hf.export import HF_CODE, export_hf
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter, merge_factors
@@ -38,12 +38,6 @@ def exported(code_cache, tmp_path_factory):
     return get
 
 
-def padded(ids, lengths):
-    """Left-padded rows with their mask."""
-    mask = torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(lengths)[:, None]
-    return ids.masked_fill(~mask, 3), mask.long()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_gradients_are_ours(exported, case):
     ours, theirs, folder = exported(case)
@@ -53,8 +47,8 @@ def test_logits_loss_and_gradients_are_ours(exported, case):
     loss = F.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     out = theirs.train()(ids, labels=ids)
     theirs.eval()
-    assert error(out.logits, expected) < 1e-12
-    assert error(out.loss, loss) < 1e-6  # transformers' loss is in fp32
+    assert max_error(out.logits, expected) < 1e-12
+    assert max_error(out.loss, loss) < 1e-6  # transformers' loss is in fp32
     loss.backward()
     own = LlamaStateDictAdapter(ours.model_args, None, coded=True)
     wanted = own.to_hf({name: p.grad for name, p in ours.named_parameters()})
@@ -62,10 +56,10 @@ def test_logits_loss_and_gradients_are_ours(exported, case):
     theirs(ids, labels=ids).loss.backward()
     found = {name: p.grad for name, p in theirs.named_parameters()}
     assert found.keys() == wanted.keys()
-    assert max(error(found[name], wanted[name]) for name in found) < 1e-6
+    assert max(max_error(found[name], wanted[name]) for name in found) < 1e-6
     single = load(folder, torch.float32)
     with torch.no_grad():
-        assert error(single(ids).logits, copy.deepcopy(ours).float()(ids)) < 1e-6
+        assert max_error(single(ids).logits, copy.deepcopy(ours).float()(ids)) < 1e-6
 
 
 @pytest.mark.parametrize("case", GENERATING)
@@ -79,15 +73,16 @@ def test_cached_steps_are_the_whole_sequence(exported, case):
             out = theirs(piece, **{name: cache}, use_cache=True)
             cache = out[name]
             parts.append(out.logits)
-        assert error(torch.cat(parts, dim=1), ours(ids)) < 1e-12
+        assert max_error(torch.cat(parts, dim=1), ours(ids)) < 1e-12
 
 
 @pytest.mark.parametrize("case", GENERATING)
 def test_batches_generate_what_each_prompt_would(exported, case):
     ours, theirs, _ = exported(case)
-    rows, mask = padded(tokens(ours.model_args, b=3, s=12), [12, 5, 1])
+    mask = torch.arange(12) >= 12 - torch.tensor([12, 5, 1])[:, None]  # padded on the left
+    rows = tokens(ours.model_args, b=3, s=12).masked_fill(~mask, 3)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 3}
-    out = theirs.generate(rows, attention_mask=mask, **options)
+    out = theirs.generate(rows, attention_mask=mask.long(), **options)
     for row, length in enumerate([12, 5, 1]):
         text = rows[row : row + 1, 12 - length :]
         for _ in range(8):
@@ -96,7 +91,9 @@ def test_batches_generate_what_each_prompt_would(exported, case):
         assert torch.equal(out[row, 12 - length :], text[0])
     static = {"cache_implementation": "static"}
     if case == "lax_gated":
-        assert torch.equal(theirs.generate(rows, attention_mask=mask, **options, **static), out)
+        assert torch.equal(
+            theirs.generate(rows, attention_mask=mask.long(), **options, **static), out
+        )
 
 
 def test_it_saves_itself_with_its_code(exported, tmp_path):
@@ -105,10 +102,10 @@ def test_it_saves_itself_with_its_code(exported, tmp_path):
     assert (tmp_path / "again" / f"{HF_CODE}.py").is_file()
     ids, again = tokens(ours.model_args), exact(load(tmp_path / "again"), ours)
     with torch.no_grad():
-        assert error(again(ids).logits, ours(ids)) < 1e-12
+        assert max_error(again(ids).logits, ours(ids)) < 1e-12
     assert type(again).__name__ == "TorchtitanLRForCausalLM"
     with torch.no_grad():  # this package reads it, too
-        assert error(model_in(tmp_path / "again")(ids), ours(ids)) < 1e-12
+        assert max_error(model_in(tmp_path / "again")(ids), ours(ids)) < 1e-12
 
 
 def test_the_code_needs_torch_and_transformers_only():

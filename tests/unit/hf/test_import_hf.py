@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import ROOT, Command
 from tests.support.run_folders import loaded
-from tests.unit.hf.hf_models import error, exact, model_of
-from tests.unit.tiny import tokens
+from tests.unit.hf.hf_models import exact, model_of
+from tests.unit.tiny import max_error, tokens
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.checks.job import check_job_config
@@ -103,14 +103,6 @@ def bring_in(folder, out, *options):
     return loaded(step)[0]
 
 
-def refused(capsys, folder, out, *options):
-    capsys.readouterr()
-    assert import_hf.main([str(folder), str(out), *map(str, options)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    return printed.err
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A folder of a LLaMA with grouped queries."""
@@ -133,8 +125,8 @@ def test_logits_are_those_of_transformers(shape, version, shards, tmp_path, caps
     expected = logits_of(copy.deepcopy(theirs).float(), IDS)
     tied = theirs.config.tie_word_embeddings
     assert ("the embedding is also the head" in capsys.readouterr().err) == tied
-    assert error(ours(IDS), logits_of(exact(theirs, ours), IDS)) < 1e-12
-    assert error(ours.float()(IDS), expected) < 1e-5  # with transformers' own angles
+    assert max_error(ours(IDS), logits_of(exact(theirs, ours), IDS)) < 1e-12
+    assert max_error(ours.float()(IDS), expected) < 1e-5  # with transformers' own angles
 
 
 def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
@@ -170,7 +162,7 @@ def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
 def test_what_a_llama_full_has_not_is_refused(changes, line, plain, tmp_path, capsys):
     folder = shutil.copytree(plain, tmp_path / "hf")
     edit(folder, **changes)
-    assert line in refused(capsys, folder, tmp_path / "out")
+    assert line in import_hf.refusal(capsys, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -178,7 +170,7 @@ def test_damaged_and_other_weights_are_refused(plain, tmp_path, capsys):
     folder, file = shutil.copytree(plain, tmp_path / "hf"), tmp_path / "hf/model.safetensors"
     weights = load_file(file)
     edit(folder, tie_word_embeddings=True)
-    line = refused(capsys, folder, tmp_path / "out")
+    line = import_hf.refusal(capsys, folder, tmp_path / "out")
     assert line.startswith("error: tie_word_embeddings: got True, expected false")
     edit(folder, tie_word_embeddings=False)
     norm = "model.norm.weight"
@@ -190,15 +182,15 @@ def test_damaged_and_other_weights_are_refused(plain, tmp_path, capsys):
     }
     for line, changed in changes.items():
         save_file(weights | {norm: changed}, file)
-        assert line in refused(capsys, folder, tmp_path / "out")
+        assert line in import_hf.refusal(capsys, folder, tmp_path / "out")
     bias = "model.layers.0.self_attn.q_proj.bias"
     save_file(weights | {bias: torch.ones(48)}, file)
-    assert f"without {bias}" in refused(capsys, folder, tmp_path / "out")
+    assert f"without {bias}" in import_hf.refusal(capsys, folder, tmp_path / "out")
     file.write_bytes(file.read_bytes()[:5000])
-    assert "a whole file of safetensors" in refused(capsys, folder, tmp_path / "out")
+    assert "a whole file of safetensors" in import_hf.refusal(capsys, folder, tmp_path / "out")
     file.unlink()
     (folder / "pytorch_model.bin").touch()
-    assert "save_pretrained writes it" in refused(capsys, folder, tmp_path / "out")
+    assert "save_pretrained writes it" in import_hf.refusal(capsys, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -285,11 +277,11 @@ def test_there_and_back_everything_is_what_it_was(version, tmp_path):
 def test_nothing_half_made_is_left(plain, tmp_path, capsys):
     out = tmp_path / "out"
     svd = ("--family", "svd", "--rank", 8, "--calibration", tmp_path / "none.txt")
-    assert "--calibration" in refused(capsys, plain, out, *svd)
-    assert "--tokenizer" in refused(capsys, plain, out, "--tokenizer", tmp_path / "none")
+    assert "--calibration" in import_hf.refusal(capsys, plain, out, *svd)
+    assert "--tokenizer" in import_hf.refusal(capsys, plain, out, "--tokenizer", tmp_path / "none")
     assert not out.exists()
     copied = shutil.copytree(plain, tmp_path / "copied")
     (tmp_path / "secret").write_text("secret")
     (copied / "chat_template.jinja").symlink_to(tmp_path / "secret")
-    assert "a link to outside" in refused(capsys, copied, out)
+    assert "a link to outside" in import_hf.refusal(capsys, copied, out)
     assert not out.exists()

@@ -3,6 +3,7 @@
 
 import os
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +15,6 @@ from torchtitan_lr.launch import launcher as launch
 from torchtitan_lr.launch.placement import Environment, read_environment
 from torchtitan_lr.launch.run_folder import locked
 
-
-@pytest.fixture
-def variables(monkeypatch):
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("MAX_RESTARTS", raising=False)
-    return monkeypatch
-
-
 REFUSED = [
     ({"NGPU": "many"}, "", "NGPU: got 'many', expected a number from 1 to 1,024"),
     ({"LOG_RANK": "4"}, "", "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
@@ -31,6 +23,7 @@ REFUSED = [
     ({"NNODES": "3:2"}, "", "NNODES: got '3:2', expected a range such as 2:3"),
     ({}, "--training.steps=ten", "training.steps: got 'ten', expected an integer such as 10000"),
     ({}, "debug_cole", "job.config_file: got 'debug_cole', expected a TOML file such as "),
+    ({}, "--parallelism.data_parallel_shard_degree=3", "parallelism.data_parallel_shard_degree: "),
     ({}, "training.steps=3", "command line: got 'training.steps=3', expected --section.key=value"),
 ]
 
@@ -111,3 +104,17 @@ def test_how_to_go_on(tmp_path):
 )
 def test_a_failure_is_one_line(failure, said):
     assert str(Failure(*failure, Path("logs"))) == said
+
+
+def test_what_is_told_beside_a_start(capsys):
+    """Once, by the machine of rank 0, if ranks start; an error there ends nothing."""
+    told, ended = [], Event()
+    for first in (8, 0):
+        signals = SimpleNamespace(agent=SimpleNamespace(meeting=False, first_rank=first))
+        launch._once_started(signals, ended, lambda: told.append("modelled"))
+    assert told == ["modelled"]
+    launch._once_started(signals, ended, lambda: 1 // 0)
+    assert capsys.readouterr().err.startswith("warning: no modelled time: ZeroDivisionError: ")
+    ended.set()
+    launch._once_started(SimpleNamespace(agent=None), ended, lambda: told.append("never"))
+    assert told == ["modelled"]

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Ranks and degrees on any number of GPUs and machines; the device count is the only fake."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.estimate_report import read_runs
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, LostDeviceError
 from torchtitan_lr.launch import launcher, placement
+from torchtitan_lr.launch.run_folder import EXIT_STATUS, LOST
 
 MAIN = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
 TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"
@@ -20,17 +22,17 @@ LOCAL = "--training.local_batch_size"
 
 
 @pytest.fixture
-def gpus(monkeypatch, tmp_path):
+def gpus(variables, monkeypatch, tmp_path):
     """Sets how many GPUs torch finds."""
     import torch
 
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(placement.GPUS_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)  # where no earlier run lies
 
     def found(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: count, raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # NVML's, with the lost ones
         return monkeypatch
 
     return found
@@ -51,11 +53,17 @@ def batch(found):
 def test_fewer_gpus_than_ranks(gpus):
     gpus(1)
     hide = r"at most 1, the GPUs here \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
-    with pytest.raises(ConfigError, match=rf"NGPU: got 4, expected {hide}"):
+    with pytest.raises(LostDeviceError, match=rf"NGPU: got 4, expected {hide}"):
         placement.find_device(placement.Environment(4, 1, "0", ""))
     assert placement.find_device(placement.Environment(1, 1, "0", "")) == "cuda"
     # A dry run takes one GPU whatever NGPU says.
     assert placement.find_device(placement.Environment(64, 1, "0", "fake_backend")) == "cuda"
+    patch = gpus(0)
+    assert placement.find_device(placement.Environment(4, 1, "0", "")) == "cpu"
+    patch.setenv(placement.GPUS_VARIABLE, "8")  # a cluster granted some, and none answers
+    with pytest.raises(LostDeviceError, match="NGPU: got 4, expected at most 0, the GPUs here"):
+        placement.find_device(placement.Environment(4, 1, "0", ""))
+    assert placement.find_device(placement.Environment(4, 1, "0", "fake_backend")) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +137,8 @@ def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys, 
     assert placed(config, f"{TP}=1").environment.ranks == 1
 
 
-def test_a_rank_of_a_machine_that_lost_a_gpu_refuses(gpus, monkeypatch):
-    """With a status that is not restarted: the ranks would fail in the same way."""
+def test_a_rank_of_a_machine_that_lost_a_gpu_says_so(gpus, monkeypatch):
+    """Of the launcher's ranks each, also where all GPUs are lost; of torchrun's those without."""
     from torchtitan_lr import train
 
     gpus(1)
@@ -139,12 +147,44 @@ def test_a_rank_of_a_machine_that_lost_a_gpu_refuses(gpus, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "init_console", lambda *_: None)
     monkeypatch.setattr(train, "bind_device", lambda: "cuda")
-    with pytest.raises(ConfigError, match="LOCAL_RANK: got 1, expected less than 1, the number of"):
+    with pytest.raises(LostDeviceError, match="NGPU: got 2, expected at most 1, the GPUs here"):
         train.checked_config([MAIN], ExitStack())
     # Each rank sees one GPU, its own.
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(train, "checked_once", lambda *_: "signed")
     assert train.checked_config([MAIN], ExitStack())[1] == "signed"
+    monkeypatch.setenv(placement.GPUS_VARIABLE, "2")
+    assert train.main([MAIN]) == EXIT_STATUS[LOST]
+    gpus(0)
+    assert train.main([MAIN]) == EXIT_STATUS[LOST]
+
+
+def test_the_launcher_tells_its_ranks_how_many_gpus_they_need(gpus):
+    gpus(2).setenv("NGPU", "2")
+    found = launcher.rank_variables(placement.read_environment())
+    assert found[placement.GPUS_VARIABLE] == "2"
+    gpus(1)  # a launcher that starts where a GPU is lost
+    assert launcher.main([MAIN]) == EXIT_STATUS[LOST]
+    gpus(0)
+    found = launcher.rank_variables(placement.read_environment())
+    assert placement.GPUS_VARIABLE not in found
+
+
+def test_gpus_are_counted_in_a_process_that_has_not_seen_the_lost_ones(monkeypatch, tmp_path):
+    there = placement.gpu_count()
+    assert placement.lost_devices(there) == ""
+    assert f"expected at most {there}, the GPUs here" in placement.lost_devices(there + 1)
+    # A process that cannot start, ends by itself, says something else; and a driver that hangs.
+    child = tmp_path / "child"
+    monkeypatch.setattr(sys, "executable", str(child))
+    for body in ("", "exit 1", "kill -KILL $$", "echo hello", "echo 0; exit 1", "echo 0", "hang"):
+        if body:
+            child.write_text(f"#!/bin/sh\n{body}\n".replace("hang", "exec sleep 600"))
+            child.chmod(0o755)
+        if body == "hang":
+            monkeypatch.setattr(placement, "_ANSWER_SECONDS", 0.01)
+        is_lost = body in ("echo 0", "hang")
+        assert ("expected at most 0" in placement.lost_devices(1)) == is_lost, body
 
 
 TWO_TO_FOUR = placement.Environment(1, 4, "0", "", min_nodes=2, max_restarts=1)
@@ -167,18 +207,18 @@ def test_every_number_of_machines_must_fit(gpus):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("option", "told"),
     [
-        ([f"{BATCH}=-1"], r"global_batch_size: got -1, .* with NNODES=2:4: -1 depends on"),
-        ([f"{BATCH}=12", "--checkpoint.no_enable"], r"checkpoint.enable: .* MAX_RESTARTS=1"),
-        ([f"{BATCH}=12", "--checkpoint.load_only"], r"load_only: got True, expected false with"),
-        ([f"{BATCH}=12", "--checkpoint.load_step=3"], r"load_step: got 3, expected -1 with MAX"),
+        (f"{BATCH}=-1", r"global_batch_size: got -1, .* with NNODES=2:4: -1 depends on"),
+        ("--checkpoint.no_enable", r"checkpoint.enable: .* MAX_RESTARTS=1"),
+        ("--checkpoint.load_only", r"load_only: got True, expected false with"),
+        ("--checkpoint.load_step=3", r"load_step: got 3, expected -1 with MAX"),
     ],
 )
-def test_what_could_not_go_on(gpus, arguments, told):
+def test_what_could_not_go_on(gpus, option, told):
     gpus(0)
     with pytest.raises(ConfigError, match=told):
-        on_machines(TWO_TO_FOUR, *arguments)
+        on_machines(TWO_TO_FOUR, f"{BATCH}=12", option)
     # One start of a fixed number of machines may be so; it looks for the step by itself.
     if "load_step" not in told:
-        on_machines(replace(TWO_TO_FOUR, min_nodes=None, max_restarts=0), *arguments)
+        on_machines(replace(TWO_TO_FOUR, min_nodes=None, max_restarts=0), f"{BATCH}=12", option)

@@ -57,7 +57,7 @@ def test_a_run_whose_folder_was_emptied_saves_and_records_no_more(tmp_path, monk
 
 
 @pytest.mark.parametrize("end", [run_folder.FINISHED, run_folder.STOPPED])
-@pytest.mark.parametrize("failure", [run_folder.FAILED, run_folder.REFUSED, run_folder.DIVERGED])
+@pytest.mark.parametrize("failure", run_folder.FAILURES)
 def test_a_failure_before_training_leaves_the_end_of_the_run(tmp_path, end, failure):
     run_folder.write_state(tmp_path, end, "as it was")
     run_folder.write_state(tmp_path, failure, "refused")

@@ -1,12 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Feed-forwards of an odd width that products pad: losses and gradients stay (fp64)."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.allocations import Noted
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.linears import used_width
@@ -14,20 +15,6 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.checkpoint_modes import apply_low_rank_checkpoint
 
 ODD = 341
-
-
-class Widths(TorchDispatchMode):
-    """Records the widths of products' operands and results."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default:
-            self.found |= {n for x in (*args, out) for n in x.shape}
-        return out
 
 
 def trained(family, mode, pads=None):
@@ -45,11 +32,17 @@ def trained(family, mode, pads=None):
     if mode == "low_rank":
         apply_low_rank_checkpoint(model, save_attention=False)
     tokens = torch.randint(args.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
-    with Widths() if mode == "eager" else torch.enable_grad() as seen:
+    widths = set()
+
+    def note(func, args, result):
+        if func is torch.ops.aten.mm.default:
+            widths.update(*(x.shape for x in (*args, result)))
+
+    with Noted(note) if mode == "eager" else nullcontext():
         loss = model(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
         loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return loss.detach(), gradients, seen.found if mode == "eager" else set()
+    return loss.detach(), gradients, widths
 
 
 @pytest.mark.parametrize(

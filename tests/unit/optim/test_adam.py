@@ -6,40 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.allocations import Noted
 from torchtitan_lr.optim.containers import NamedOptimizers, adam_with_state
 from torchtitan_lr.training.verdict import step_unless
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-class Kinds(TorchDispatchMode):
-    """Records what Adam's kernels are given."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(name in str(func) for name in ("_fused_adam", "addcdiv")):
-            tensors = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            self.found.update(map(type, tensors))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_steps_are_torchs_own_and_a_rejected_one_leaves_no_bit(name, implementation, mesh):
+def test_steps_are_torchs_own_and_a_rejected_one_leaves_no_bit(name, implementation, one_rank):
+    mesh = init_device_mesh("cpu", (1,))
     torch.manual_seed(0)
     plain = nn.Linear(6, 4)
     model = copy.deepcopy(plain)
@@ -59,13 +38,19 @@ def test_steps_are_torchs_own_and_a_rejected_one_leaves_no_bit(name, implementat
             a.grad, b.grad = gradient, distribute_tensor(gradient.clone(), mesh, b.placements)
         step_unless(torch.tensor(float(rejected)), container)
 
+    kinds = set()  # of what Adam's kernels are given
+
+    def note(func, args, _):
+        if any(name in str(func) for name in ("_fused_adam", "addcdiv")):
+            kinds.update(map(type, args[0] if isinstance(args[0], list | tuple) else args[:1]))
+
     for _ in range(3):
         before = bits(model, container)
         step(True, [torch.full_like(p, float("nan")) for p in plain.parameters()])
         assert torch.equal(before, bits(model, container))
-        with Kinds() as kinds:
+        with Noted(note):
             step(False, [torch.randn(p.shape) for p in plain.parameters()])
-        assert kinds.found and DTensor not in kinds.found
+        assert kinds and DTensor not in kinds
         expected.step()
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(b.full_tensor(), a, rtol=1e-6, atol=1e-7)
@@ -77,7 +62,6 @@ def test_steps_are_torchs_own_and_a_rejected_one_leaves_no_bit(name, implementat
 
 
 def bits(model, container):
-    """Weights, and what the optimizer holds."""
     states = [v for v in container.state_dict().values() if isinstance(v, torch.Tensor)]
     found = [
         v.full_tensor() if isinstance(v, DTensor) else v for v in (*model.parameters(), *states)

@@ -38,7 +38,6 @@ def written(folder, text):
 
 
 def step(folder, *options):
-    """Weights before and after a step."""
     with tiny_trainer(folder, *OPTIONS, *options, exact=False) as trainer:
         before = parameters(trainer.model_parts[0])
         trainer.step += 1

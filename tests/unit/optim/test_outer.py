@@ -50,16 +50,6 @@ def test_fragments_are_due_in_turns():
     assert list(layer_fragments(names, 6, 3).values()) == [0, 0, 0, 1, 1, 2, 2, 2]
 
 
-def test_an_outer_step_of_one_replica_is_the_inner_one():
-    weight = torch.nn.Parameter(torch.randn(50, 3))
-    outer = OuterSteps({"w": weight}, 1, Outer(every=1, lr=1.0, momentum=0.0))
-    trained = weight.detach() * -1e3 + 1e-7
-    weight.data.copy_(trained)
-    assert (
-        outer.after(1) and torch.equal(weight, trained) and torch.equal(outer.common["w"], weight)
-    )
-
-
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_outer_steps_are_those_of_sgd(bits, nesterov):
@@ -87,6 +77,44 @@ def test_outer_steps_are_those_of_sgd(bits, nesterov):
         twin.grad = sent
         sgd.step()
         torch.testing.assert_close(weight.detach(), twin.detach(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_a_message_that_overlaps_arrives_a_step_later(bits):
+    """Torch's SGD on the changes; what a step changes meanwhile stays."""
+    source = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(300, generator=source, dtype=torch.float64))
+    twin = torch.nn.Parameter(weight.detach().clone())
+    sgd = torch.optim.SGD([twin], lr=0.7, momentum=0.8, nesterov=True)
+    outer = OuterSteps({"w": weight}, 1, Outer(every=3, bits=bits, overlap=True))
+    owed, sent, expected = torch.zeros_like(twin), twin, weight.detach().clone()
+    for step in range(1, 14):
+        inner = 1e-2 * torch.randn(300, generator=source, dtype=torch.float64)
+        weight.data += inner
+        expected += inner
+        if step > 3 and step % 3 == 1:
+            twin.grad = sent
+            sgd.step()
+            expected = twin.detach() + inner
+        last = step == 13
+        if step % 3 == 0 or last:
+            change = twin.detach() - expected + owed
+            sent = change if bits == 32 else torch.from_numpy(rounded(change.numpy(), bits))
+            owed = change - sent
+        if last:
+            twin.grad = sent
+            sgd.step()
+            expected = twin.detach()
+        if step == 9:  # a resumed run: another object with what was saved
+            assert outer.after(step) and not outer.together
+            kept, outer = outer, OuterSteps({"w": weight}, 1, outer.section)
+            outer.common, outer.momentum = kept.common, kept.momentum
+            outer.residual, outer.together = kept.residual, False
+            outer.resume(step)
+        else:
+            assert outer.after(step, last=last)
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-9)
+    assert outer.together and torch.equal(weight, outer.common["w"])
 
 
 def test_what_is_not_finite_changes_nothing():

@@ -54,9 +54,7 @@ BATCH, SEQ = 2, 16
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_plain_block_is_that_of_one_device_and_sends_what_the_formula_says(
-    ranks: int,
-) -> None:
+def test_the_plain_block_is_that_of_one_device_and_sends_what_the_formula_says(ranks: int) -> None:
     model = build_tiny("cola", torch.float64)
     block, args = model.layers["1"], model.model_args
     table = torch.view_as_real(model.freqs_cis)

@@ -8,11 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracle.activations import kept_bytes, recompute_flops
-from tests.support.allocations import Allocations
+from tests.support.allocations import Allocations, Noted
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.ledger.ledger import CommLedger
@@ -101,17 +100,11 @@ def test_recompute_flops(family: str, n_kv_heads: int) -> None:
 def test_saved_attention_is_not_repeated() -> None:
     calls = []
     original = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
-            calls.append(func)
-            return func(*args, **(kw or {}))
-
     for save_attention, times in ((True, 3), (False, 6)):
         model = build()
         apply_low_rank_checkpoint(model, save_attention)
         calls.clear()
-        with Watch():
+        with Noted(lambda func, *_: calls.append(func)):
             model(torch.zeros(BATCH, SEQ, dtype=torch.long)).sum().backward()
         assert calls.count(original) == times
     model = build()

@@ -4,14 +4,18 @@
 import ast
 import inspect
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.profiler
 import torchtitan.components.metrics as titan_metrics
 import torchtitan.distributed.pipeline_parallel as titan_pipeline
 import torchtitan.tools.utils as titan_utils
+from torchtitan.config import JobConfig
 
-from torchtitan_lr.titan import device
+from torchtitan_lr.compat.fake import fake_process_group
+from torchtitan_lr.titan import components, device
 from torchtitan_lr.titan.specs import stages_built_by
 
 
@@ -38,6 +42,13 @@ def test_unknown_peaks_are_nan_and_known_ones_are_not(monkeypatch: pytest.Monkey
     assert device.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     # torchtitan's own answer for this one is an A100's peak.
     assert math.isnan(device.peak_flops("Some Accelerator 9000"))
+
+
+def test_a_run_that_is_profiled_leaves_torchs_profiler_as_it_is(tmp_path: Path) -> None:
+    config, torchs = JobConfig(), torch.profiler.profile
+    config.job.dump_folder, config.profiling.enable_profiling = str(tmp_path), True
+    with fake_process_group(1), components.profilers(config, 0) as (times,):
+        assert isinstance(times, torchs) and torch.profiler.profile is torchs
 
 
 def test_pipelines_build_our_stages() -> None:

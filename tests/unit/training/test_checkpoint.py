@@ -2,13 +2,12 @@
 """Saves and loads of one process: kills, damage, going back, full disks, spoilt weights."""
 
 import shutil
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -20,12 +19,7 @@ from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def manager(folder: Path, steps: int = 0, keep: int = 10, mode: str = "disabled") -> Any:
@@ -147,6 +141,26 @@ def test_a_save_is_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert complete_steps(checkpoints.folder) == [1, 3] and not checkpoints.is_late()
     checkpoints.save(4)  # not overdue any more
     assert complete_steps(checkpoints.folder) == [1, 3]
+    checkpoints.close()
+
+
+def test_saves_on_a_slow_disk_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is written in the background, none is due by time: the run would wait for it."""
+    goes_on, finish = threading.Event(), FileSystemWriter.finish
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        assert goes_on.wait(60)
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriter, "finish", wait)
+    checkpoints = manager(tmp_path, 1, mode="async")
+    checkpoints._saved_at -= 3600
+    assert not checkpoints.is_late()
+    goes_on.set()
+    assert checkpoints.newest()
+    assert checkpoints.is_late()
     checkpoints.close()
 
 

@@ -49,6 +49,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics):
     (tmp_path / WANDB_ID_FILE).write_text("of-before\n")
     first = RunWandb(tmp_path, 0, {"training": {"steps": 3}}, metrics)
     first.log({"loss": 5.0}, 3)
+    first.alert("Loss spike", "step 3: loss 5.000")
     first.publish(SUMMARY)
     first.close()
     found = written(tmp_path)
@@ -59,6 +60,8 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics):
     values = run.project, run.display_name, run.run_group, sorted(run.tags)
     assert values == ("low-rank", "run 7", "ranks", ["a", "b"])
     assert [end.exit_code for end in found["exit"]] == [0]
+    (alert,) = found["alert"]
+    assert (alert.title, alert.text, alert.level) == ("Loss spike", "step 3: loss 5.000", "WARN")
     summary = {}
     for change in found["summary"]:
         summary |= values_of(change.update)
@@ -118,11 +121,12 @@ def use_until(use, done):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("point", ["log", *nightly("publish", "close")])
+@pytest.mark.parametrize("point", ["log", *nightly("alert", "publish", "close")])
 def test_no_end_of_wandbs_process_ends_a_run(point, tmp_path, metrics, caplog):
     loggers = opened_wandb(tmp_path, metrics)
     uses = {
         "log": lambda: loggers.log({"loss": 1.0}, 2),
+        "alert": lambda: loggers.alert("Slow steps", "step 2"),
         "publish": lambda: loggers.publish(SUMMARY),
         "close": loggers.close,
     }
@@ -173,13 +177,6 @@ def test_a_full_disk_costs_tensorboard_alone(room, tmp_path, caplog):
     assert caplog.text.count("TensorBoard cannot be used, training goes on without it: ") == 1
 
 
-def board_of(folder):
-    (place,) = (path for path in folder.iterdir())
-    board = EventAccumulator(str(place))
-    board.Reload()
-    return board
-
-
 def test_tensorboard_continues_its_folder(tmp_path):
     folder = tmp_path / "tb"
     first = RunTensorBoard(folder, 0, {"training": {"steps": 9}})
@@ -189,7 +186,9 @@ def test_tensorboard_continues_its_folder(tmp_path):
     second = RunTensorBoard(folder, 3, {"training": {"steps": 9}})
     second.log({"loss": 1.0}, 4)
     second.close()
-    board = board_of(folder)
+    (place,) = folder.iterdir()
+    board = EventAccumulator(str(place))
+    board.Reload()
     shown = [(event.step, event.value) for event in board.Scalars("loss")]
     assert shown == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 1.0)]  # 4 and 5 of the first are gone
     assert "config/text_summary" in board.Tags()["tensors"]

@@ -60,7 +60,6 @@ def processor_of(tmp_path, monkeypatch):
 
 
 def log(processor, step, seconds, **extra):
-    """Logs a step and returns its record."""
     processor.seconds += seconds
     processor.log(step, 2.5, 3.5, 0.25, extra)
     return json.loads(processor.history.path.read_text().splitlines()[-1])

@@ -31,6 +31,10 @@ def turned_tsr(model_parts, optimizer, parallel_dims):
     return entries.build_optimizers(model_parts, config, parallel_dims)
 
 
+def keys(section, **values):
+    return {f"{section}.{key}": value for key, value in values.items()}
+
+
 BASE = {
     "training.dataset": "local",
     "training.steps": 4,
@@ -43,70 +47,33 @@ BASE = {
     "lr_scheduler.warmup_steps": 1,
     "lr_scheduler.decay_ratio": 0.75,
 }
-TSR = {
-    "optimizer.name": "TSRAdam",
-    "optimizer.groups": "[]",
-    "optimizer.tsr_rank": 2,
-    "optimizer.tsr_embedding_rank": 3,
-    "optimizer.tsr_refresh_interval": 4,
-    "optimizer.tsr_embedding_refresh_interval": 2,
-    "optimizer.tsr_oversampling": 1,
-    "optimizer.tsr_stagger": True,  # some matrices refresh for the first time in the resumed steps
-    "optimizer.tsr_start": "random",
-}
-MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.01}
+TSR = keys("optimizer", name="TSRAdam", groups="[]", tsr_rank=2, tsr_embedding_rank=3)
+TSR |= keys("optimizer", tsr_refresh_interval=4, tsr_embedding_refresh_interval=2)
+# Some matrices refresh for the first time in the resumed steps.
+TSR |= keys("optimizer", tsr_oversampling=1, tsr_stagger=True, tsr_start="random")
+MUON = keys("optimizer", name="Muon", lr=0.01)
 RECIPES = {"adam": BASE, "tsr": BASE | TSR, "muon": BASE | MUON}
 
-ADAM = {
-    "optimizer.lr": 0.005,
-    "optimizer.beta1": 0.5,
-    "optimizer.beta2": 0.9,
-    "optimizer.eps": 1e-3,
-    "optimizer.weight_decay": 0.5,
-    "optimizer.adamw_lr": 0.05,
-    "optimizer.adamw_weight_decay": 0.25,
-}
+ADAM = keys("optimizer", lr=0.005, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.5)
+ADAM |= keys("optimizer", adamw_lr=0.05, adamw_weight_decay=0.25)
+CURVE = keys("lr_scheduler", warmup_steps=4, total_steps=9, decay_ratio=0.25)
+CURVE |= keys("lr_scheduler", decay_type="cosine", min_lr_factor=0.5)
+GROUPS = "[{pattern = 'attention', lr_multiplier = 2}]"
+OTHER_TSR = keys("optimizer", groups=GROUPS, tsr_scale=0.1, tsr_power_iterations=0)
+OTHER_TSR |= keys("optimizer", tsr_oversampling=0, tsr_moments="rotate")
+OTHER_MUON = keys("optimizer", momentum=0.5, nesterov=False)
+OTHER_MUON |= keys("optimizer", adamw_lr=0.1, adamw_weight_decay=0.5)
 APPLIED = [
     ("adam", ADAM | {"optimizer.weight_decay_on": "matrices"}),
     ("adam", {"optimizer.groups": "[]", "optimizer.name": "Adam", "training.max_norm": 0.01}),
-    (
-        "adam",
-        {
-            "lr_scheduler.warmup_steps": 4,
-            "lr_scheduler.total_steps": 9,
-            "lr_scheduler.decay_ratio": 0.25,
-            "lr_scheduler.decay_type": "cosine",
-            "lr_scheduler.min_lr_factor": 0.5,
-        },
-    ),
+    ("adam", CURVE),
     ("adam", {"training.steps": 9, "training.global_batch_size": 4}),
     ("adam", {"training.local_batch_size": 1, "training.mask_documents": True}),  # a batch of -1
     ("adam", dict.fromkeys(("training.dtype", "training.mixed_precision_param"), "bfloat16")),
-    (
-        "tsr",
-        ADAM
-        | {
-            "optimizer.groups": "[{pattern = 'attention', lr_multiplier = 2}]",
-            "optimizer.tsr_scale": 0.1,
-            "optimizer.tsr_power_iterations": 0,
-            "optimizer.tsr_oversampling": 0,
-            "optimizer.tsr_moments": "rotate",
-        },
-    ),
-    (
-        "tsr",
-        {"optimizer.tsr_refresh_interval": 2, "optimizer.tsr_embedding_refresh_interval": 1},
-    ),
+    ("tsr", ADAM | OTHER_TSR),
+    ("tsr", keys("optimizer", tsr_refresh_interval=2, tsr_embedding_refresh_interval=1)),
     ("tsr", {"optimizer.tsr_start": "gradient", "optimizer.tsr_stagger": False}),
-    (
-        "muon",
-        {
-            "optimizer.momentum": 0.5,
-            "optimizer.nesterov": False,
-            "optimizer.adamw_lr": 0.1,
-            "optimizer.adamw_weight_decay": 0.5,
-        },
-    ),
+    ("muon", OTHER_MUON),
 ]
 """Other values of the keys that a resumed run applies; ``--full`` changes each alone, too."""
 ALONE = [(name, {key: value}) for name, changes in APPLIED for key, value in changes.items()]
@@ -119,24 +86,15 @@ _text = Path("torchtitan_lr/data/assets/bpe4k/tokenizer.json").read_text()
 REFUSED = {
     "adam": {
         "optimizer.name": ["TSRAdam", "Muon"],
-        "model.name": "llama_cola",
-        "model.flavor": "tiny",
-        "model.vocab_size": 8192,
+        **keys("model", name="llama_cola", flavor="tiny", vocab_size=8192),
         "model.hf_assets_path": TOKENIZER,
-        "low_rank.rank": 3,
-        "low_rank.rank_attention": 3,
-        "low_rank.rank_ffn": 3,
-        "low_rank.activation": "none",
-        "training.text_column": "other",
-        "training.seq_len": 4,
-        "training.shuffle_seed": 2,
+        **keys("low_rank", rank=3, rank_attention=3, rank_ffn=3, activation="none"),
+        **keys("training", text_column="other", seq_len=4, shuffle_seed=2),
     },
     "tsr": {
         "optimizer.name": ["AdamW", "Spectron"],
-        "optimizer.tsr_rank": 1,
-        "optimizer.tsr_embedding_rank": 2,
-        "optimizer.tsr_projection": "one_sided",
-        "optimizer.tsr_compress_head": True,
+        **keys("optimizer", tsr_rank=1, tsr_embedding_rank=2),
+        **keys("optimizer", tsr_projection="one_sided", tsr_compress_head=True),
     },
     "muon": {"optimizer.name": ["LoRAMuon", "Spectron", "AdamW", "TSRAdam"]},
 }
@@ -187,7 +145,6 @@ def stopped(name):
 
 
 def resumed(name, changes):
-    """Weights and rates of two more steps."""
     recipe, folder, _ = stopped(name)
     with trainer_of(folder, recipe, **changes) as trainer:
         assert trainer.checkpointer.load(2)
@@ -251,8 +208,8 @@ def test_a_state_is_left_out_of_the_named_step(tmp_path):
     """A restart, or the same command without the step, loads all that was saved since."""
     recipe, folder, _ = stopped("adam")
     run = shutil.copytree(folder, tmp_path / "run")
-    keys = {"checkpoint.exclude_from_loading": "optimizer", "training.steps": 9}
-    with trainer_of(run, recipe, **keys, **{"checkpoint.load_step": 2}) as trainer:
+    more = {"checkpoint.exclude_from_loading": "optimizer", "training.steps": 9}
+    with trainer_of(run, recipe, **more, **{"checkpoint.load_step": 2}) as trainer:
         trainer.checkpointer.load(2)
         trainer.write_record()
         (entry,) = trainer.checkpointer.run["changes"]
@@ -260,20 +217,20 @@ def test_a_state_is_left_out_of_the_named_step(tmp_path):
         two_steps(trainer)
         trainer.checkpointer.save(4, last_step=True)
         expected = two_steps(trainer)
-    with trainer_of(run, recipe, **keys) as trainer:
+    with trainer_of(run, recipe, **more) as trainer:
         trainer.checkpointer.load()
         assert same(two_steps(trainer), expected)
     way = "--checkpoint.exclude_from_loading=optimizer --checkpoint.load_step=4 goes on"
     with pytest.raises(ConfigError, match=way):
-        trainer_of(run, recipe, **keys, **{"optimizer.name": "TSRAdam"}).__enter__()
+        trainer_of(run, recipe, **more, **{"optimizer.name": "TSRAdam"}).__enter__()
     for name in ("model", "train_state"):
-        keys["checkpoint.exclude_from_loading"] = name
+        more["checkpoint.exclude_from_loading"] = name
         with pytest.raises(ConfigError, match=f"^checkpoint.exclude_from_loading: got '{name}'"):
-            trainer_of(run, recipe, **keys).__enter__()
+            trainer_of(run, recipe, **more).__enter__()
     # It would go back to the weights of step 2 and count from 0.
-    keys |= {"checkpoint.initial_load_path": f"{run}/checkpoint/step-2", "checkpoint.load_step": 2}
+    more |= {"checkpoint.initial_load_path": f"{run}/checkpoint/step-2", "checkpoint.load_step": 2}
     with pytest.raises(ConfigError, match=r"got 'train_state', expected other .* own step 2; "):
-        trainer_of(run, recipe, **keys).__enter__()
+        trainer_of(run, recipe, **more).__enter__()
 
 
 def test_other_data_start_anew_where_the_position_is_left_out(tmp_path):

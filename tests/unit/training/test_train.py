@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from tests.support.corpora import write_corpus
+from tests.support.corpora import write_corpus, write_jsonl
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
+from torchtitan_lr.console.log import console
 from torchtitan_lr.costs import step_traffic
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
@@ -57,7 +58,6 @@ def on_cpu(model):
 
 
 def losses_by_hand(model, batches):
-    """The losses of each micro-batch's valid tokens."""
     return [
         token_losses(model(tokens["input"]).flatten(0, 1)[valid], labels.flatten()[valid])
         for tokens, labels in batches
@@ -186,49 +186,10 @@ def test_a_batch_without_labels_is_named(trainer, caplog):
         step(trainer, nothing)
 
 
-def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, monkeypatch):
-    options = [*RECIPE, "--checkpoint.enable", "--checkpoint.interval=2"]
-
-    def train(trainer, until, ahead=0):
-        """Return the labels of each step."""
-        found, reader = [], trainer.reader
-        real = reader.take
-
-        def take(*args):
-            data = real(*args)
-            found.append([labels.tolist() for _, labels in data.microbatches])
-            return data
-
-        monkeypatch.setattr(reader, "take", take)
-        batches = iter(trainer.dataloader)
-        while trainer.step < until:
-            trainer.step += 1
-            trainer.train_step(batches)
-            assert trainer.dataloader.position == 6 * trainer.step + ahead
-            trainer.checkpointer.save(trainer.step, last_step=trainer.step == 4)
-        return found
-
-    with tiny_trainer(tmp_path / "whole", *options) as trainer:
-        expected = train(trainer, 4)
-    assert len(set(map(str, expected))) == 4
-    with tiny_trainer(tmp_path / "parts", *options) as trainer:
-        assert train(trainer, 2) == expected[:2]
-        read = trainer.reader._next.microbatches
-        assert [labels.tolist() for _, labels in read] == expected[2]
-    with tiny_trainer(tmp_path / "parts", *options) as trainer:
-        assert trainer.checkpointer.load()
-        assert train(trainer, 4) == expected[2:]
-    with tiny_trainer(tmp_path / "parts", *options) as trainer:  # the control
-        assert trainer.checkpointer.load(step=2)
-        trainer.dataloader.seek(trainer.dataloader.position + 6)  # where the reader was
-        assert train(trainer, 3, ahead=6)[0] != expected[2]
-
-
 def test_rates_and_tokens_of_each_step(trainer):
     batches = iter([batch for seed in range(4) for batch in microbatches(seed)])
     for _ in range(4):
-        trainer.step += 1
-        trainer.train_step(batches)
+        step(trainer, batches)
     records = history(trainer)
     assert [record["lr"] for record in records] == pytest.approx(RATES, rel=EXACT)
     # Labels that do not count are tokens all the same.
@@ -241,8 +202,7 @@ def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer):
     losses = []
     batches = iter([batch for seed in range(4) for batch in microbatches(seed)])
     for _ in range(4):
-        trainer.step += 1
-        trainer.train_step(batches)
+        step(trainer, batches)
         losses.append(trainer.loss)
     found = {record["step"]: record["interval_loss"] for record in history(trainer)}
     values = [loss.item() for loss in losses]
@@ -271,8 +231,7 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     trainer.model_parts[0].register_forward_hook(lambda *_: passes(1))
     batches = iter(loaded())
     for _ in range(3):
-        trainer.step += 1
-        trainer.train_step(batches)
+        step(trainer, batches)
         passes(1000)  # a validation and a save
     # The second window has two steps, the first of them not logged. Each has three micro-batches of
     # 16 tokens, computed in 1 s each, loads three of the next step in 2 s each, and waits 1 s for
@@ -283,27 +242,45 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     assert record["time_metrics/data_loading(%)"] == pytest.approx(60, rel=EXACT)
 
 
-def test_validation_by_hand(tmp_path):
-    """Seven sequences in batches of two: the last one is half empty."""
+def test_validation_by_hand(tmp_path, caplog):
+    """Seven sequences in batches of two, the last half empty; and one batch of a named set."""
     texts = [f"{n} * {n} = {n * n}" for n in range(7)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "a.jsonl").write_text(lines)
+    others = [f"{n} + {n} = {n + n}" for n in range(9)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    write_jsonl(tmp_path / "b.jsonl", others)
+    (tmp_path / "sets.toml").write_text(
+        '[[validation.sets]]\nname = "sums"\nsteps = 1\ndataset = "local"\n'
+        'dataset_path = "${config_dir}/b.jsonl"\n'
+    )
     options = ["--validation.enable", "--validation.dataset=local", "--validation.steps=-1"]
     options += [f"--validation.dataset_path={tmp_path}/a.jsonl"]
     options += ["--validation.seq_len=8", "--validation.local_batch_size=2"]
+    options += [f"--job.config_file={tmp_path}/sets.toml"]
+    caplog.set_level("INFO", console.name)
     with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
         (model,) = trainer.model_parts
         encode = build_tokenizer(trainer.job_config.model.hf_assets_path).encode
-        sequences = windows([encode(text, add_bos=True, add_eos=True) for text in texts], 8)
-        assert len(sequences) % 2 == 1
+
+        def losses_of(lines):
+            tokens = [encode(text, add_bos=True, add_eos=True) for text in lines]
+            return sequence_losses(on_cpu(model), windows(tokens, 8))
+
+        losses, first = losses_of(texts), losses_of(others)[:2]
+        assert len(losses) % 2 == 1
         trainer.validator.validate([model], 3)
         (record,) = history(trainer)
-        losses = sequence_losses(on_cpu(model), sequences)
     found = {name.partition("/")[2]: value for name, value in record.items()}
     mean = losses.mean().item()
     assert found["loss"] == trainer.validator.last_loss == pytest.approx(mean, rel=EXACT)
     assert found["perplexity"] == pytest.approx(math.exp(mean), rel=EXACT)
     assert found["tokens"] == losses.numel() and model.training
+    assert found["sums/loss"] == pytest.approx(first.mean().item(), rel=EXACT)
+    assert found["sums/tokens"] == first.numel() and found["sums/loss"] != found["loss"]
+    said = [line.partition("  perplexity")[0] for line in caplog.messages]
+    assert said[-2:] == [
+        f"validation after step 3  loss {found['loss']:.5f}",
+        f"validation of sums after step 3  loss {found['sums/loss']:.5f}",
+    ]
     # The control: the mean of the batches' means is another number.
     assert abs(torch.stack([b.mean() for b in losses.split(2)]).mean() / mean - 1) > 1e-6
 
@@ -347,13 +324,12 @@ def test_bf16_gradients_are_clipped_as_fp64_ones():
 )
 def test_a_verdict_of_one_process(loss, square, stop, norm):
     share, counts = torch.tensor(square, dtype=torch.float64), (float(2**53), 0.0, 1.0)
-    verdict = decide(torch.tensor(loss), share, stop, counts, torch.tensor(math.inf))
+    verdict = decide(torch.tensor(loss), share, stop, counts)
     found, finite = verdict.read(), math.isfinite(loss)
     assert found.rejected is (not finite or square > 3.4e38)
     assert (found.norm, found.stop, found.next_counts) == (norm, stop, counts)
     assert (found.bad_ranks, found.loss_is_finite) == (not finite, finite)
     assert verdict.rejected.item() == float(found.rejected)
-    where = torch.tensor(math.inf)
-    apart = decide(torch.tensor(loss), share, stop, counts, where, replica=1, replicas=3)
+    apart = decide(torch.tensor(loss), share, stop, counts, replica=1, replicas=3)
     assert apart.read() == found and apart.norm.item() == norm
     assert verdict.rejected.dtype == torch.float32 and verdict.norm.item() == norm

@@ -19,7 +19,8 @@ Split = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions of more than one rank that split a side of a matrix."""
 
 BATCH_ELEMENTS = 2**24
-"""Elements of the (r, r) matrices that are iterated together: five times that is in memory."""
+"""Elements of the (r, r) matrices that are iterated together: five times that is in memory, eleven
+times where products are split."""
 
 
 class View:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchtitan_lr.compat.dispatch import between
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
-from torchtitan_lr.numerics import exact_products, rounded_once
+from torchtitan_lr.numerics import add_product, exact_products, rounded_once, sides
 from torchtitan_lr.optim.own_optimizer import OwnOptimizer, alike, split_buckets
 from torchtitan_lr.optim.spectral.layout import Division, GramGroups, Split, View, batches
 from torchtitan_lr.optim.spectral.rules import RULES, Rule, gram, packed, unpacked
@@ -142,7 +142,7 @@ class SpectralOptimizer(OwnOptimizer):
 
     def update(self, rejected: Tensor) -> None:
         """Update all matrices, unless the step is rejected."""
-        with exact_products():
+        with exact_products(split=self.rule.splits and may_round(rejected.device)):
             N = self.groups.gather_rows(self._accumulate(rejected))  # (r, n), a rank's own columns
             terms = self._terms(N)  # of N Nᵀ, and of what else the rule needs
             # Every rank computes Q of the linears left over.
@@ -190,16 +190,27 @@ class SpectralOptimizer(OwnOptimizer):
 
         Ranks that split r send vectors of n and of r numbers, not W.
         """
-        products: dict[SpectralWeight, Tensor] = {}
-        for m in self.matrices:
-            u = own_part(m.parameter, cast(Tensor, m.u), {m.row_dim: 0})
-            products[m] = m.oriented(m.exact_part()).mT @ u
-        v = self.groups.sum_terms(products, over_rows=True)  # Wᵀu (n,)
-        parts: dict[SpectralWeight, Tensor] = {}
-        for m in self.matrices:
-            parts[m] = (m.oriented(m.exact_part()) @ v[m]).unsqueeze(1 - m.row_dim)
-        found = self.groups.gather_rows(parts)
+        u = {m: own_part(m.parameter, cast(Tensor, m.u), {m.row_dim: 0}) for m in self.matrices}
+        v = self.groups.sum_terms(self._times(u, transposed=True), over_rows=True)  # Wᵀu (n,)
+        products = {m: Wv.unsqueeze(1 - m.row_dim) for m, Wv in self._times(v).items()}
+        found = self.groups.gather_rows(products)
         return {m: (Wv.flatten(), v[m].dot(v[m])) for m, Wv in found.items()}
+
+    def _times(self, vectors: Vectors, transposed: bool = False) -> Vectors:
+        """Return this rank's terms of W x (r,), or Wᵀ x (n,), of a vector of each matrix."""
+        found: dict[SpectralWeight, Tensor] = {}
+        for _, bucket in _launches(self.matrices):
+            for same in alike(bucket, lambda m: (m.row_dim, m.momentum.shape)):
+                W, x = [m.exact_part() for m in same], [vectors[m] for m in same]
+                flipped = transposed == (same[0].row_dim == 0)
+                if x[0].device.type == "cpu":  # it would add a stack's products in another order
+                    for m, w, v in zip(same, W, x, strict=True):
+                        found[m] = (w.mT if flipped else w) @ v
+                    continue
+                stack = torch.stack(W).mT if flipped else torch.stack(W)
+                found |= zip(same, (stack @ torch.stack(x)[..., None])[..., 0], strict=True)
+        # In one order on all ranks: messages are joined in it, and shapes are alike on some alone.
+        return {m: found[m] for m in self.matrices}
 
     def _directions(self, linears: Iterable[Linear], sums: Vectors) -> Iterator[Vectors]:
         """Yield Q's upper triangle, and the next u of a rule that needs it, of matrices."""
@@ -238,7 +249,13 @@ class SpectralOptimizer(OwnOptimizer):
                     for m, weight in zip(same, weights, strict=True):
                         # All rows, unless ranks split r.
                         part = own_part(m.parameter, Q_of[m], {m.row_dim: 0})
-                        m.oriented(weight).addmm_(part, momenta[m], alpha=-lr * grown)
+                        left, right = sides(part)[0], sides(momenta[m].mT)[1]
+                        add_product(m.oriented(weight), left, right, alpha=-lr * grown)
+
+
+def may_round(device: torch.device) -> bool:
+    """Return whether the run allows products of fp32 matrices to be rounded on a GPU."""
+    return device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
 
 
 def short_side(matrix: Tensor) -> int:

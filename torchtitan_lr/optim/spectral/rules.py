@@ -14,7 +14,8 @@ G = N Nᵀ, so a wide N (r, n) enters twice: in G, and in the last product. Ever
 (r, r). In the usual form, which iterates on N itself, every iteration costs two products of N.
 
 All functions work on matrices of one shape in a batch, and compute in fp32 or, for fp64, in fp64:
-G squares the condition number of N. No function waits for the device.
+G squares the condition number of N. On a GPU products of fp32 may be split (`numerics.sides`). No
+function waits for the device.
 """
 
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_lr.numerics import plus_product, product, sides
 from torchtitan_lr.optim.entries import ENTRIES
 
 Coefficients = Sequence[tuple[float, float, float]]
@@ -79,6 +81,11 @@ class Rule(ABC):
     def pairs_only(self) -> bool:
         """Whether it is defined for pairs of factors alone."""
         return ENTRIES[self.name].updates == "factors"
+
+    @property
+    def splits(self) -> bool:
+        """Whether its products are split where a GPU need not be exact."""
+        return ENTRIES[self.name].half_products == "bf16x3"
 
     @property
     def momentum(self) -> str:
@@ -183,8 +190,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (Muon(), Spectron(), LoRAM
 
 def gram(M: Tensor) -> Tensor:
     """Return M Mᵀ (r, r) of M (r, n), in fp32 or wider."""
-    exact = M.to(torch.promote_types(M.dtype, torch.float32))
-    return exact @ exact.mT
+    return product(*sides(M.to(torch.promote_types(M.dtype, torch.float32))))
 
 
 def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float = 0.0) -> Tensor:
@@ -204,10 +210,12 @@ def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float =
     G = G / trace + floor * identity
     Q = trace.rsqrt() * identity
     for step, (a, b, c) in enumerate(coefficients):
-        P = a * identity + torch.baddbmm(G, G, G, beta=b, alpha=c)
-        Q = P * trace.rsqrt() if step == 0 else P @ Q
+        left_G, right_G = sides(G, symmetric=True)
+        P = a * identity + plus_product(G, left_G, right_G, beta=b, alpha=c)
+        left_P, right_P = sides(P, symmetric=True)
+        Q = P * trace.rsqrt() if step == 0 else product(left_P, sides(Q, symmetric=True)[1])
         if step < len(coefficients) - 1:
-            G = P @ G @ P
+            G = product(sides(product(left_P, right_G))[0], right_P)
     return symmetric(Q).masked_fill(undefined, 0.0)
 
 

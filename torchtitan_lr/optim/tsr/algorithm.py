@@ -192,6 +192,11 @@ class TSRAdam(OwnOptimizer):
                     whole.append(parameter)
         self._running = StepState(due, projected, self._plan_sums(projected, whole))
 
+    @property
+    def usual(self) -> bool:
+        """Whether no matrix of the running step is due, so that its passes project all of them."""
+        return self._running is not None and not any(self._running.due.values())
+
     def _plan_sums(self, projected: Container[Tensor], whole: Iterable[Tensor]) -> EarlySums:
         """Divide a step's sums, of cores and of whole gradients, into messages."""
         count = self.settings.overlap_buckets
@@ -348,8 +353,9 @@ class TSRAdam(OwnOptimizer):
 
         Without this call the next `begin` does so, and then the host waits for ``found_inf``.
         """
-        self._drift.repair()
+        self._drift.repair(used=not rejected)
         self._count(rejected)
+        self._running = None  # without a `step`, of passes that were only repeated
 
     def _count(self, rejected: bool | None = None) -> None:
         """Count the last step and its refreshes, unless it was rejected."""

@@ -33,7 +33,7 @@ class TSRSettings:
     oversampling: int = 5
     power_iterations: int = 1
     scale: float = 0.75
-    embedding_rank: int = 64
+    embedding_rank: int = 0
     embedding_refresh_interval: int = 100
     moments: Literal["keep", "rotate"] = "keep"
     refresh: Literal["auto", "sketch", "dense"] = "auto"

@@ -164,14 +164,14 @@ class Drift:
         # `repair` reads the result: here the host would wait for the device.
         self._compared.append((states, HostCopy(high != -low)))
 
-    def repair(self) -> None:
-        """Give all replicas the first one's state of the matrices that differed.
+    def repair(self, used: bool = True) -> None:
+        """Give all replicas the first one's state of the matrices that differed, if it is used.
 
         Only this state can differ between replicas: cores, dense gradients and the norm are sums
         over the replicas. So all replicas go on as if they had used the first one's bases.
         """
         compared, self._compared = self._compared, []
-        for states, differ in compared:
+        for states, differ in compared if used else ():
             drifted = [n for n, wrong in zip(states, differ.read(), strict=True) if wrong]
             for tensor in chain.from_iterable(states[name] for name in drifted):
                 sent = tensor.contiguous()

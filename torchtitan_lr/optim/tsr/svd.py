@@ -78,6 +78,10 @@ def randomized_svd(
     have none, keep the sketch's sign. Columns of a vanishing singular value are set to zero: the
     gradient does not determine them, and rounding noise would differ between layouts.
 
+    A side that has a predecessor is tested: if the products of its vectors with their sum are off
+    by more than eps^¼, the side and σ are NaN. So is then the gradient's norm: the step is
+    rejected, and its error names the matrix.
+
     ``sketches`` are Ω (b, n, k), the rows of the common random draw for this rank's columns.
     ``earlier`` are the previous bases U (b, m, r) and V (b, n, r), None for a side that is not to
     be aligned. They are zeros, or random, before the first refresh.
@@ -106,19 +110,27 @@ def randomized_svd(
     # The predecessor's side, of U and of V.
     old_U, old_V = earlier
     if old_U is not None:
-        turn = _turns(U, old_U, shards.rows)
+        turn = _turns(U, old_U, keep, shards.rows)
         U, S = U * turn[:, None, :], S * turn
     if old_V is not None:
-        turn = _turns(V, old_V, shards.columns)
+        turn = _turns(V, old_V, keep, shards.columns)
         V, S = V * turn[:, None, :], S * turn
     return SVD(U, S, V)
 
 
-def _turns(basis: Tensor, old: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """Return 1 for each vector (b, r) that points to its predecessor's side, and -1 for others."""
-    products = summed((basis * old).sum(dim=-2), groups)
+def _turns(basis: Tensor, old: Tensor, keep: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
+    """Return 1 for each vector (b, r) that points to its predecessor's side, and -1 for others.
+
+    Vectors are NaN of a basis that is not orthonormal but for columns of zeros.
+    """
+    # XᵀX 1 is 1 for an orthonormal X: a rank's terms need no message of r².
+    row_sums = basis.sum(dim=-1, keepdim=True)  # (b, m, 1)
+    terms = torch.stack([(basis * old).sum(dim=-2), (basis * row_sums).sum(dim=-2)])
+    products, ones = summed(terms, groups)  # (b, r)
+    eps = torch.finfo(products.dtype).eps
+    wrong = (ones - keep[:, 0].abs()).abs().amax(dim=-1, keepdim=True) > eps**0.25
     # Near zero the sign would be that of rounding noise, which layouts do not share.
-    return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
+    return _signs(products + eps**0.5).masked_fill(wrong, torch.nan)
 
 
 def _small_svd(square: Tensor) -> SVD:

@@ -1,12 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Muon, Spectron and LoRA-Muon in one process, against their papers' forms by SVD."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from scripts.bench.spectral import polar_factor
 from tests.reference.muon import usual_polar_factor
+from torchtitan_lr.numerics import exact_products
+from torchtitan_lr.optim.spectral import optimizer as spectral_optimizer
 from torchtitan_lr.optim.spectral import rules
 from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
@@ -131,9 +135,7 @@ def test_what_a_rule_cannot_have_is_refused():
 @pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e6])
 def test_the_gram_forms_error_over_condition_numbers(condition, dtype):
     """Against the same polynomial of M's singular values."""
-    left, right = (torch.linalg.qr(drawn(n, 128))[0] for n in (128, 1376))
-    values = torch.logspace(0, -torch.tensor(condition).log10().item(), 128, dtype=torch.float64)
-    M = (left * values @ right.mT).to(dtype)
+    M = spectrum(math.log10(condition)).to(dtype)
     polynomial = iterated(M.double())
     U, _, Vh = torch.linalg.svd(M.double(), full_matrices=False)
     ours, usual = polar_factor(M), usual_polar_factor(M.float())
@@ -148,6 +150,43 @@ def test_the_gram_forms_error_over_condition_numbers(condition, dtype):
     assert error(ours, U @ Vh) == pytest.approx(error(usual, U @ Vh), abs=1e-3)
     # The control: with G and Q in bf16 the error is that of the signal.
     assert error(control, polynomial) > (1 if condition >= 1e2 else 10 * error(ours, polynomial))
+
+
+def spectrum(decades):
+    """A matrix (128, 1376) whose singular values fall by so many decades."""
+    left, right = (torch.linalg.qr(drawn(n, 128))[0] for n in (128, 1376))
+    values = torch.logspace(0, -decades, 128, dtype=torch.float64)
+    return left * values @ right.mT
+
+
+@pytest.mark.parametrize(("split", "limit"), [(False, 3e-4), (True, 4e-3)])
+@pytest.mark.parametrize("decades", [2, 3, 4])
+def test_the_error_of_a_direction_from_split_products(decades, split, limit):
+    """A GPU's kernels multiply the same numbers, with sums in fp32."""
+    M = spectrum(decades).float()
+    with exact_products(split):
+        found = polar_factor(M)
+    wanted = iterated(M.double())
+    assert limit / 10 < (found - wanted).norm() / wanted.norm() < limit
+    # The control, the usual Muon: it iterates in bf16.
+    usual = usual_polar_factor(M.bfloat16())
+    assert (usual - wanted).norm() / wanted.norm() > 0.05
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_with_split_products_is_nearly_the_exact_one(rule, monkeypatch):
+    changes = []
+    for allowed in (False, True):
+        monkeypatch.setattr(spectral_optimizer, "may_round", lambda device, is_=allowed: is_)
+        linear = Linear(torch.float32)
+        start = [p.detach().clone() for p in linear.parameters()]
+        for p, gradient in zip(linear.parameters(), gradients(0), strict=True):
+            p.grad = gradient.float()
+        linear.build(rule, weight_decay=0.0).step()
+        changes.append([p - q for p, q in zip(linear.parameters(), start, strict=True)])
+    for exact, split in zip(*changes, strict=True):
+        assert (exact - split).norm() < 1e-3 * exact.norm()
+        assert torch.equal(exact, split) is (rule == "LoRAMuon")  # whose roots need more bits
 
 
 @pytest.mark.parametrize("cond", [1, 1e3, 1e6])

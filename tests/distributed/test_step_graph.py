@@ -1,0 +1,64 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Recorded passes give the eager ones' numbers under FSDP2 and every plan, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.training import small_trainer
+from tests.support.nightly import nightly
+from tests.support.rank_pool import RankPool
+from tests.support.recorded_passes import recorded, trained
+from tests.support.support_matrix import NONE, SupportMatrix, world_size
+
+MATRIX = SupportMatrix()
+TSR = ["--optimizer.tsr_overlap_buckets=1"]
+TSR += [f"--optimizer.tsr_{name}refresh_interval=5" for name in ("", "embedding_")]
+FSDP = {"data": "fsdp", "family": "cola"}
+USUAL = [
+    FSDP | {"accumulation": "twice", "precision": "bf16"},
+    {"family": "lax", "tensor": "btp", "checkpointing": "low_rank"},
+]
+"""Combinations of docs/support_matrix.toml."""
+
+OTHERS = [
+    *(FSDP | {"family": family} for family in ("full", "svd", "lax_gated", "caat")),
+    *(FSDP | {"optimizer": name} for name in ("muon", "spectron", "lora_muon", "tsr")),
+    *(FSDP | {"checkpointing": m} for m in ("full", "selective_op", "selective_block", "low_rank")),
+    *({"family": "cola", "tensor": plan} for plan in MATRIX.axes["tensor"] if "btp" in plan),
+    *({"family": "cola", "tensor": plan} for plan in ("vanilla", "vanilla_replicated")),
+    *({"family": "full", "tensor": plan} for plan in ("megatron", "megatron_sequence")),
+    {"family": "caat", "tensor": "caat"},
+    *({"family": "cola", "context": how} for how in ("shared", "latents")),
+    {"family": "cola", "data": "replicas", "accumulation": "twice"},
+    {"family": "cola", "data": "hsdp", "accumulation": "twice", "precision": "bf16_wire"},
+    {"family": "cola", "data": "replicas", "outer": "steps"},
+    {"family": "cola", "data": "fsdp", "tensor": "btp", "accumulation": "twice"},
+]
+
+
+def results(arguments: list[str], captures: bool) -> tuple[list[torch.Tensor], int]:
+    """What `trained` returns, of this rank."""
+    given = [*arguments, "--training.steps=9", "--metrics.log_freq=100", "--optimizer.lr=1e-2"]
+    with recorded("" if captures else "off"), small_trainer(given) as trainer:
+        data = iter(trainer.dataloader)
+        return trained(trainer, lambda step: data)
+
+
+def name(combination: dict[str, str]) -> str:
+    return "-".join(combination.values())
+
+
+@pytest.mark.parametrize("combination", [*USUAL, *nightly(*OTHERS)], ids=name)
+def test_captured_steps_equal_eager_ones(
+    combination: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    whole: Any = dict.fromkeys(MATRIX.axes, NONE) | combination
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world_size(whole)])
+    arguments = MATRIX.arguments(whole) + (TSR if combination.get("optimizer") == "tsr" else [])
+    eager, captured = (pool.run(results, arguments, captures) for captures in (False, True))
+    for (ours, passes), (theirs, _) in zip(captured, eager, strict=True):
+        assert passes == (2 if "accumulation" in combination else 1)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert not torch.equal(theirs[0], theirs[1])
