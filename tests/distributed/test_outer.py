@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.distributed.test_layout import RUN, on_paper
 from tests.distributed.training import small_trainer, spoil_last_block, train
 from tests.support import layout_runs
+from tests.support.nightly import nightly
 from tests.support.parity_runs import EXACT, degrees, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.dtensor import local_part
@@ -229,7 +230,7 @@ def test_what_is_not_finite_is_not_exchanged(where: str, what: str, two_ranks: R
     ("more", "layout"),
     [
         ([], degrees(local_batch=2)),
-        ([], degrees(tensor=2, local_batch=4)),
+        *nightly(([], degrees(tensor=2, local_batch=4))),
         (["--outer.fragments=2", "--outer.overlap"], degrees(pipeline=2, local_batch=4)),
     ],
     ids=["fsdp", "tensor", "pipeline-streaming"],
@@ -260,7 +261,9 @@ RICH = {
 }
 
 
-@pytest.mark.parametrize("more", RICH.values(), ids=RICH.keys())
+@pytest.mark.parametrize(
+    "more", [RICH["hsdp-muon-overlap"], *nightly(*[*RICH.values()][1:])], ids=RICH.keys()
+)
 def test_fragments_resume_and_reject_in_layouts(
     more: list[str], four_ranks: RankPool, tmp_path: Path
 ) -> None:
