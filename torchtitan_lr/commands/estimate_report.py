@@ -15,7 +15,13 @@ from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import communication_seconds, step_time
-from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic
+from torchtitan_lr.costs.step_traffic import (
+    WIRES,
+    averaged,
+    bytes_by_dim,
+    gradient_bytes,
+    step_traffic,
+)
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.launch.placement import fit
 from torchtitan_lr.models.args import LlamaArgs
@@ -115,12 +121,10 @@ def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[
 def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
     rehearsal = rehearse_run(run)
     ranks: list[dict[str, Any]] = []
-    averaged = []
+    traffic = []
     for pp_rank in range(run.pp):
         rows = step_traffic(run, pp_rank, rehearsal)
-        passes = [row for row in rows if row.pass_ != "optimizer"]
-        mean = run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
-        averaged.append(passes + mean)
+        traffic.append(averaged(run, pp_rank, rows))
         ranks.append(
             {
                 "rank": pp_rank,
@@ -133,7 +137,7 @@ def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
         )
     heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
     busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
-    time = step_time(run, averaged, hardware, rehearsal)
+    time = step_time(run, traffic, hardware, rehearsal)
     tokens_per_s = run.tokens_per_step / time.total
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     report = {

@@ -17,7 +17,7 @@ from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import rank_memory
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
-from torchtitan_lr.costs.step_traffic import step_traffic
+from torchtitan_lr.costs.step_traffic import averaged, step_traffic
 from torchtitan_lr.errors import ConfigError
 
 PIECE = 1024  # tokens of a row on a context-parallel rank: fewer make thin products
@@ -148,10 +148,6 @@ def _model(run: Run, hardware: Hardware) -> Layout:
     rehearsal = rehearse_run(run)
     # The first stage keeps most micro-batches, but one in the middle may have more blocks.
     peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in range(run.pp))
-    traffic = []
-    for rank in range(run.pp):
-        rows = step_traffic(run, rank, rehearsal)
-        passes = [row for row in rows if row.pass_ != "optimizer"]
-        mean = run.optimizer.mean_traffic(rank) + run.outer.mean_traffic(rank)
-        traffic.append(passes + mean)
+    ranks = range(run.pp)
+    traffic = [averaged(run, rank, step_traffic(run, rank, rehearsal)) for rank in ranks]
     return Layout(run, step_time(run, traffic, hardware, rehearsal), peak)

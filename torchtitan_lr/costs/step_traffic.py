@@ -121,6 +121,15 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
     return merge(rows)
 
 
+def averaged(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
+    """Return a step's rows with what optimizers send in an average step."""
+    return [row for row in rows if row.pass_ != "optimizer"] + _mean_of_optimizers(run, pp_rank)
+
+
+def _mean_of_optimizers(run: Run, pp_rank: int) -> list[Traffic]:
+    return run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
+
+
 def exchanged_units(run: Run) -> dict[str, Unit]:
     """Return the compressed exchange of every FSDP unit, by its name."""
     settings, units = run.compression, {}
@@ -151,8 +160,7 @@ def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
     Cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
     roles = ("gradient", "index", "core", "sketch", "outer")
-    optimizer = run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
-    optimizer = [row for row in optimizer if row.mesh_dim != "tp"]
+    optimizer = [row for row in _mean_of_optimizers(run, pp_rank) if row.mesh_dim != "tp"]
     rounds = not run.compresses or run.compression.codec.can_round
     found = {}
     for wire in WIRES if rounds else ("float32",):
