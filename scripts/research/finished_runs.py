@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 r"""Keep the finished runs of an experiment in one small file, and go on from it elsewhere.
 
-    python -m scripts.research.finished_runs store spectral outputs/spectral
-    python -m scripts.research.finished_runs begin spectral outputs/spectral
+    python -m scripts.research.finished_runs store recipe outputs/recipe
+    python -m scripts.research.finished_runs begin recipe outputs/recipe
 
 scripts/research/results.sh does both around `torchtitan-lr scaling run`.
 
@@ -76,19 +76,23 @@ def stored_runs(name: str) -> dict[str, Run]:
 
 
 def run_of(folder: Path, work: Path) -> Run | None:
-    """Return what is stored of a run; None if it has not finished.
-
-    Args:
-        folder: The run's.
-        work: The sweep's.
-    """
+    """Return what is stored of a run of a sweep in ``work``; None if it has not finished."""
     point = read_json(folder / POINT_FILE)
     if point["row"]["status"] not in (FINISHED, DIVERGED):
         return None
     _, *overrides = point["arguments"]
     overrides += own_defaults(point["settings"], overrides)
-    arguments = [CONFIG, *(text.replace(f"={work}/", f"={WORK}/") for text in overrides)]
+    arguments = [CONFIG, *(portable(text, work) for text in overrides)]
     return {"arguments": arguments, "row": point["row"]}
+
+
+def portable(override: str, work: Path) -> str:
+    """Return an override whose model, in the sweep's folder under any path, is below WORK."""
+    key, _, value = override.partition("=")
+    model = Path(value)
+    if model.parts[-3:-1] != (work.name, "models"):
+        return override
+    return f"{key}={WORK}/models/{model.name}"
 
 
 def own_defaults(settings: dict[str, Any], overrides: Iterable[str]) -> list[str]:
@@ -155,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     """Store runs, or begin with the stored ones, and say how many; return the exit status."""
     parser = OneLineParser(prog="scripts.research.finished_runs", description=__doc__)
     parser.add_argument("command", choices=("store", "begin"), help="what to do")
-    parser.add_argument("name", help="of the experiment, such as spectral")
+    parser.add_argument("name", help="of the experiment, such as recipe")
     parser.add_argument("work", type=Path, help="folder of all runs")
     options: argparse.Namespace = parser.parse_args(argv)
     if not (FOLDER / f"{options.name}.toml").is_file():

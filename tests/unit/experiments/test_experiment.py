@@ -7,12 +7,14 @@ The fit finds the exponents of the law that made the losses, and no others.
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from scripts.research import finished_runs
 from tests.commands import ROOT, Command
 from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.experiments import results
@@ -95,6 +97,25 @@ def test_our_experiments():
         for path in paths:
             name = path.stem if folder == "train_configs" else str(path)
             assert read_experiment(name).name == path.stem
+
+
+def test_stored_runs_name_their_models_alike_from_any_folder(tmp_path, monkeypatch):
+    """A run that is stored a second time by another path is not new: its commit stays."""
+    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
+    model = "--model.flavor=outputs/x/models/cola.json"
+    settings = {"optimizer.name": "from outside"}
+    record = {"settings": settings, "arguments": ["file", model], "row": {"status": "finished"}}
+    (tmp_path / "outputs/x/a").mkdir(parents=True)
+    (tmp_path / "outputs/x/a/point.json").write_text(json.dumps(record))
+    first = {"commit": "1", "torch": "2"}
+    (tmp_path / "outputs/x/versions.json").write_text(json.dumps(first))
+    monkeypatch.chdir(tmp_path)
+    finished_runs.store("x", Path("outputs/x"))
+    stored = finished_runs.stored_runs("x")
+    (tmp_path / "outputs/x/versions.json").write_text(json.dumps(first | {"commit": "9"}))
+    finished_runs.store("x", tmp_path / "outputs/x")
+    assert finished_runs.stored_runs("x") == stored
+    assert stored["a"]["arguments"][1] == "--model.flavor=WORK/models/cola.json"
 
 
 def test_the_command_line_wins(tmp_path):
