@@ -2,10 +2,12 @@
 """Write the tables of docs/results.md from stored runs.
 
     python -m scripts.research.result_tables
-    python -m scripts.research.result_tables spectral
+    python -m scripts.research.result_tables recipe
+    python -m scripts.research.result_tables recipe --minus cola-Spectron
 
 What scripts/research/experiments/NAME.json says stands between the lines `<!-- table: NAME -->` and
-`<!-- end of table: NAME -->` of the page. Tables without a place there are printed.
+`<!-- end of table: NAME -->` of the page. Tables without a place there are printed, and those with
+--minus.
 """
 
 import sys
@@ -20,6 +22,7 @@ from scripts.research.finished_runs import plan_of, restore, stored_runs, versio
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.terminal import markdown_table
+from torchtitan_lr.errors import require
 from torchtitan_lr.experiments.results import Row, rows_of, with_interval
 from torchtitan_lr.experiments.sweep import losses_of, read_results
 
@@ -35,19 +38,15 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Results:
-    """What the stored runs of an experiment say.
+    """What the stored runs of an experiment say."""
 
-    Args:
-        reference: The family with which the others are compared.
-        rows: Those of `torchtitan-lr scaling fit` that have a finished run.
-    """
-
-    reference: str
-    rows: Sequence[Row]
+    reference: str  # whose tokens or FLOPs the families share
+    compared: str  # the family that is subtracted
+    rows: Sequence[Row]  # those of `torchtitan-lr scaling fit` that have a finished run
 
 
-def results_of(name: str) -> Results:
-    """Read the stored runs of an experiment.
+def results_of(name: str, minus: str | None = None) -> Results:
+    """Read the stored runs of an experiment, to be compared with its reference or another family.
 
     Raises:
         ConfigError: They have other settings than the experiment's file.
@@ -59,13 +58,15 @@ def results_of(name: str) -> Results:
         points = plan.main_points(plan.searched(losses_of(work)).rates)
         read_results(work, points)
     experiment = plan.experiment
-    rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
-    return Results(experiment.reference, rows)
+    compared = minus or experiment.reference
+    require(compared in experiment.families, "--minus", compared, "a family of the experiment")
+    rows = [row for row in rows_of(points, compared) if row["losses"]]
+    return Results(experiment.reference, compared, rows)
 
 
-def section(name: str) -> str:
+def section(name: str, minus: str | None = None) -> str:
     """Return what stands between the markers of an experiment: its tables and their origin."""
-    results = results_of(name)
+    results = results_of(name, minus)
     parts = []
     groups: dict[str, list[Row]] = {}
     for row in results.rows:
@@ -73,18 +74,13 @@ def section(name: str) -> str:
         title = MEASURES[row["equal"]].format(budget=budget, reference=results.reference)
         groups.setdefault(title, []).append(row)
     for title, group in groups.items():
-        parts += [f"{title}:[^{name}]", table(group, results.reference)]
+        parts += [f"{title}:[^{name}]", table(group, results.compared)]
     seeds = sorted({seed for row in results.rows for seed in row["losses"]})
     return "\n\n".join([*parts, origin(name, seeds)])
 
 
 def table(rows: Sequence[Row], reference: str) -> str:
-    """Return a Markdown table of losses: a row per family, two columns per size.
-
-    Args:
-        rows: Those of one budget and one shared measure.
-        reference: The family that is subtracted.
-    """
+    """Return a Markdown table of the losses at one budget: a row per family, two cells per size."""
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     header = ["family"]
     for size in sizes:
@@ -128,10 +124,6 @@ def placed(page: str) -> list[str]:
 def with_tables(page: str, name: str) -> str:
     """Return a page with the tables of an experiment.
 
-    Args:
-        page: Its text.
-        name: The experiment's.
-
     Raises:
         ConfigError: The page has no place for them.
     """
@@ -144,7 +136,12 @@ def main(argv: list[str] | None = None) -> int:
     """Write the tables; return the exit status."""
     parser = OneLineParser(prog="scripts.research.result_tables", description=__doc__)
     parser.add_argument("name", nargs="?", choices=names(), help="by default all on the page")
+    parser.add_argument("--minus", metavar="FAMILY", help="another family to compare with")
     options = parser.parse_args(argv)
+    if options.minus:
+        require(options.name is not None, "--minus", options.minus, "a NAME before it")
+        print(section(options.name, options.minus))
+        return 0
     page = PAGE.read_text()
     for name in [options.name] if options.name else placed(page):
         if name in placed(page):
