@@ -76,19 +76,23 @@ def stored_runs(name: str) -> dict[str, Run]:
 
 
 def run_of(folder: Path, work: Path) -> Run | None:
-    """Return what is stored of a run; None if it has not finished.
-
-    Args:
-        folder: The run's.
-        work: The sweep's.
-    """
+    """Return what is stored of a run of a sweep in ``work``; None if it has not finished."""
     point = read_json(folder / POINT_FILE)
     if point["row"]["status"] not in (FINISHED, DIVERGED):
         return None
     _, *overrides = point["arguments"]
     overrides += own_defaults(point["settings"], overrides)
-    arguments = [CONFIG, *(text.replace(f"={work}/", f"={WORK}/") for text in overrides)]
+    arguments = [CONFIG, *(portable(text, work) for text in overrides)]
     return {"arguments": arguments, "row": point["row"]}
+
+
+def portable(override: str, work: Path) -> str:
+    """Return an override whose model, in the sweep's folder under any path, is below WORK."""
+    key, _, value = override.partition("=")
+    model = Path(value)
+    if model.parts[-3:-1] != (work.name, "models"):
+        return override
+    return f"{key}={WORK}/models/{model.name}"
 
 
 def own_defaults(settings: dict[str, Any], overrides: Iterable[str]) -> list[str]:

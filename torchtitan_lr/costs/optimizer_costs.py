@@ -20,7 +20,7 @@ from torchtitan_lr.costs.gram_messages import (
     spectral_traffic,
 )
 from torchtitan_lr.costs.kernels import Work
-from torchtitan_lr.costs.messages import Traffic, merge, sent_bytes
+from torchtitan_lr.costs.messages import Traffic, mean_of, sent_bytes
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.errors import require
 from torchtitan_lr.ledger.ledger import OUTER
@@ -129,11 +129,7 @@ class OuterCost:
 
     def mean_traffic(self, pp_rank: int) -> list[Traffic]:
         """Return what it sends in an average step, rounded."""
-        every, rows = self.every, merge(self.exchanges(pp_rank))
-        return [
-            replace(row, calls=round(row.calls / every), elements=round(row.elements / every))
-            for row in rows
-        ]
+        return mean_of(self.exchanges(pp_rank), self.every)
 
     def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
         """Return what steps without and with an exchange of a fragment send, and average ones."""
@@ -149,22 +145,24 @@ class OuterCost:
         return self.copies * self.run.precision.parameter * sum(map(prod, pieces.values()))
 
     def exchange_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of changes, sums and messages of all fragments, as after a last step."""
-        entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
-        if not self.rounds:
-            return 2 * size * entries
-        # Its own, those of all, and the one that is decoded.
-        messages = (2 + self.run.replicas) * coded_bytes(entries, self.section.bits)
-        return (2 * size + 4 + 2) * entries + messages
+        """Return the bytes of an exchange of all fragments, as after a last step."""
+        entries = sum(map(prod, pieces.values()))
+        # The sum; its own message in fp32; and of one that is decoded the codes, bytes twice, fp32.
+        coded = (self.run.precision.parameter + 2 * 4 + 2) * entries
+        coded += coded_bytes(entries, self.section.bits)
+        return self.sent_bytes(entries) + self.rounds * coded
 
     def travelling_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of changes and messages that travel during a step, if they do."""
-        if not (self.every and self.section.overlap):
-            return 0
-        entries, size = max(self._fragments(pieces)), self.run.precision.parameter
-        if not self.rounds:
-            return 2 * size * entries
-        return size * entries + (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        """Return the bytes of what travels during a step, if it does."""
+        overlaps = self.every and self.section.overlap
+        return self.sent_bytes(max(self._fragments(pieces))) if overlaps else 0
+
+    def sent_bytes(self, entries: int) -> int:
+        """Return the bytes of weights that were sent, or their change, and of messages."""
+        messages = self.run.precision.parameter * entries
+        if self.rounds:  # its own, and those of all
+            messages = (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        return self.run.precision.parameter * entries + messages
 
 
 class MatrixCost(OptimizerCost):
@@ -272,11 +270,7 @@ class TSRCost(OptimizerCost):
         for due, count in times.items():
             for row in self.sent(pp_rank, due):
                 rows.append(replace(row, calls=row.calls * count, elements=row.elements * count))
-        steps = times.total()
-        return [
-            replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
-            for row in merge(rows)
-        ]
+        return mean_of(rows, times.total())
 
     def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
         """Return what the first step sends, the later step that sends most, and others."""
