@@ -137,8 +137,8 @@ class OuterCost:
         if not rows:
             return {}
         exchange = [*ordinary, max(rows, key=lambda row: row.elements)]
-        average = ordinary + self.mean_traffic(pp_rank)
-        return {"ordinary": ordinary, "exchange": exchange, "average": average}
+        mean = self.run.optimizer.mean_traffic(pp_rank) + self.mean_traffic(pp_rank)
+        return {"ordinary": ordinary, "exchange": exchange, "average": mean}
 
     def state_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of common weights, momentum and residual of a rank's pieces."""
