@@ -146,23 +146,20 @@ class OuterCost:
 
     def exchange_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of an exchange of all fragments, as after a last step."""
-        entries = sum(map(prod, pieces.values()))
-        # The sum; its own message in fp32; and of one that is decoded the codes, bytes twice, fp32.
-        coded = (self.run.precision.parameter + 2 * 4 + 2) * entries
-        coded += coded_bytes(entries, self.section.bits)
-        return self.sent_bytes(entries) + self.rounds * coded
+        entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
+        if not self.rounds:
+            return 2 * size * entries  # changes by parameter, and together
+        # The sum, its own message in fp32, and of one that is decoded bytes twice and fp32.
+        numbers = (1 + self.section.overlap) * size + 2 * 4 + 2
+        return numbers * entries + (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
 
     def travelling_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of what travels during a step, if it does."""
-        overlaps = self.every and self.section.overlap
-        return self.sent_bytes(max(self._fragments(pieces))) if overlaps else 0
-
-    def sent_bytes(self, entries: int) -> int:
-        """Return the bytes of weights that were sent, or their change, and of messages."""
-        messages = self.run.precision.parameter * entries
-        if self.rounds:  # its own, and those of all
-            messages = (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
-        return self.run.precision.parameter * entries + messages
+        """Return the bytes of copied weights and of messages that travel during a step, if any."""
+        if not (self.every and self.section.overlap):
+            return 0
+        entries, size = max(self._fragments(pieces)), self.run.precision.parameter
+        messages = (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        return size * entries + (messages if self.rounds else size * entries)
 
 
 class MatrixCost(OptimizerCost):
