@@ -72,14 +72,7 @@ _VARIABLES = r"(PYTHON.*|NGPU|NNODES|CONFIG_FILE|LOG_RANK|COMM_MODE|TRAIN_FILE|R
 def build(work: Path) -> tuple[Path, Path, Path]:
     """Build the sdist, a wheel from the sources, and a wheel from the unpacked sdist.
 
-    Args:
-        work: A new folder for copies and results; the repository is not written to.
-
-    Returns:
-        The paths of the three, in this order.
-
-    Raises:
-        RunFailedError: A build failed.
+    ``work`` is a new folder for copies and results; the repository is not written to.
     """
     copy = work / "copy"
     for name in SOURCES:
@@ -106,19 +99,10 @@ def contents(wheel: Path) -> dict[str, int]:
 
 
 def install(wheel: Path, target: Path, torch: str = "", light: bool = False) -> Path:
-    """Install a wheel in a new environment.
+    """Install a wheel in a new environment in a folder; return its folder of programs.
 
-    Args:
-        wheel: The wheel.
-        target: Folder of the environment.
-        torch: Version of torch such as ``2.11``; empty for the newest.
-        light: Install nothing else; the environment sees the packages of this interpreter.
-
-    Returns:
-        The environment's folder of programs.
-
-    Raises:
-        RunFailedError: The installation failed.
+    ``torch`` is a version such as ``2.11``, empty for the newest. ``light`` installs nothing else:
+    the environment sees the packages of this interpreter.
     """
     venv.create(target, with_pip=not light, symlinks=True)
     programs = target / "bin"
@@ -138,37 +122,12 @@ def install(wheel: Path, target: Path, torch: str = "", light: bool = False) -> 
 
 
 def train(programs: Path, folder: Path, arguments: Sequence[str], ranks: str = "") -> str:
-    """Run ``torchtitan-lr train`` of an environment.
-
-    Args:
-        programs: Result of `install`.
-        folder: Working directory.
-        arguments: CONFIG and overrides.
-        ranks: ``NGPU``; empty for the launcher's choice.
-
-    Returns:
-        What it printed.
-
-    Raises:
-        RunFailedError: It failed.
-    """
+    """Run ``torchtitan-lr train`` of an environment in a folder; return what it printed."""
     return call([programs / "torchtitan-lr", "train", *arguments], folder, NGPU=ranks)
 
 
 def check_origin(programs: Path, folder: Path, config: str) -> str:
-    """Check that an environment's run used the environment's files.
-
-    Args:
-        programs: Result of `install`.
-        folder: The run's working directory.
-        config: Name of the configuration.
-
-    Returns:
-        The version of torch.
-
-    Raises:
-        RunFailedError: The package, its search path or the configuration lies elsewhere.
-    """
+    """Check that an environment's run used the environment's files; return torch's version."""
     package, path, torch = json.loads(call([programs / "python", "-c", WHERE], folder))
     record = json.loads((folder / f"outputs/{config}/job_config.json").read_text())
     environment = programs.parent.resolve()
@@ -181,11 +140,7 @@ def check_origin(programs: Path, folder: Path, config: str) -> str:
 
 
 def call(command: Sequence[object], cwd: Path, **variables: str) -> str:
-    """Run a program in an environment without this one's settings; return its stdout.
-
-    Raises:
-        RunFailedError: Its exit status is not 0.
-    """
+    """Run a program in an environment without this one's settings; return its stdout."""
     clean = {k: v for k, v in os.environ.items() if not re.match(_VARIABLES, k)}
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=clean | variables, capture_output=True, text=True)

@@ -17,18 +17,7 @@ BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 
 def insert(page: Path, text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
-    """Return a page's text with the table between its markers.
-
-    Args:
-        page: The page.
-        text: Its text.
-        table: The new table.
-        begin: The line before it.
-        end: The line after it.
-
-    Raises:
-        ConfigError: The markers do not occur, in order.
-    """
+    """Return a page's text with the table between its markers."""
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):

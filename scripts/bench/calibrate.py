@@ -40,19 +40,12 @@ from torchtitan_lr.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bench:
-    """How kernels are timed here.
-
-    Args:
-        device: Where they run.
-        dtype: Their dtype.
-        repeats: Timed calls of each.
-        megabytes: Size of a large tensor.
-    """
+    """How kernels are timed here."""
 
     device: torch.device
     dtype: torch.dtype
-    repeats: int
-    megabytes: float
+    repeats: int  # timed calls of each
+    megabytes: float  # of a large tensor
 
     def seconds(self, call: Callable[[], object], times: int = 1) -> float:
         """Return the median seconds of a call; ``times`` calls are timed at once."""

@@ -55,15 +55,10 @@ def median_ms(
 
 @dataclass(frozen=True)
 class Timed:
-    """The seconds of a call over its turns, beside those of the first call.
+    """The seconds of a call over its turns, beside those of the first call."""
 
-    Args:
-        seconds: Of each turn.
-        ratios: First call's seconds over this one's, per turn: above 1 this one is faster.
-    """
-
-    seconds: list[float]
-    ratios: list[float]
+    seconds: list[float]  # of each turn
+    ratios: list[float]  # the first call's over this one's: above 1 this one is faster
 
     def as_dict(self) -> dict[str, Any]:
         """Return medians and the ratios' quartiles, for JSON."""
@@ -98,11 +93,7 @@ def in_turns(calls: Mapping[str, Call], turns: int, warmup: int = 3) -> dict[str
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Return what a table says of the machine.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-    """
+    """Return what a table says of the machine of a device, ``cpu`` or ``cuda``."""
     name = torch.cuda.get_device_name() if device == "cuda" else _processor()
     threads, load = torch.get_num_threads(), round(os.getloadavg()[0], 1)
     return {"machine": name, "torch": torch.__version__, "threads": threads, "load": load}

@@ -89,11 +89,6 @@ class PublishedCoLA(nn.Module):
     """One linear by CoLA's published formula, y = B σ(A x) with σ = SiLU (Eq. 3).
 
     The factors are stored as the input meets them: A (d_in, r), B (r, d_out).
-
-    Args:
-        d_in: Input width.
-        d_out: Output width.
-        rank: Rank r.
     """
 
     def __init__(self, d_in: int, d_out: int, rank: int) -> None:
@@ -140,13 +135,7 @@ def build_titan(workload: Workload) -> nn.Module:
 def build_transformers(workload: Workload, factorised: bool = False) -> nn.Module:
     """Build transformers' LLaMA.
 
-    Args:
-        workload: What to compute.
-        factorised: Whether its blocks' linears follow CoLA's published formula, with
-            ``llama_cola``'s ranks.
-
-    Raises:
-        ConfigError: Without transformers.
+    ``factorised`` linears of its blocks follow CoLA's formula, with ``llama_cola``'s ranks.
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -229,12 +218,7 @@ CLOCKS = ("wall", "cpu")
 
 
 class Runner:
-    """One model with its optimizer and batch.
-
-    Args:
-        name: One of `PEERS`.
-        workload: What to compute.
-    """
+    """One model of `PEERS` with its optimizer and batch."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         torch.manual_seed(0)
@@ -255,11 +239,7 @@ class Runner:
         self.tokens, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def compile(self, mode: str | None = None) -> None:
-        """Compile each block, and the loss of logits, as a training run does.
-
-        Args:
-            mode: That of `torch.compile` for the blocks.
-        """
+        """Compile each block, and the loss of logits, as a training run does."""
         layers = cast(Any, self.model).layers
         for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
             block.compile(mode=mode)

@@ -10,8 +10,6 @@ store reads the runs of a folder that `torchtitan-lr scaling run` has written, a
 are new to scripts/research/experiments/NAME.json, with the commit and the torch that ran them.
 begin writes what the sweep needs of them into a folder: they do not run again, and `scaling fit`
 reads their losses. It notes there which commit and torch the next runs have.
-
-Exit status: 0; 2 invalid arguments.
 """
 
 import argparse

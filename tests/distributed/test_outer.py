@@ -140,8 +140,7 @@ def test_a_resume_is_exact_and_bytes_are_those_of_exchanges(
         (stated,) = paper.outer.exchanges(0)
         own = [row for row in rank["sent"][2] if row["scope"] == "outer"]
         assert not differences(compare(own, [stated], dtypes))
-        gradients = [row for row in rank["sent"][0] if row["pass"] == "backward"]
-        assert not gradients
+        assert not [row for row in rank["sent"][0] if row["pass"] == "backward"]
     # Exchanges follow step 3 and the last one; the run was saved between them.
     records = read_history(Path(run["dump_folder"]) / "metrics.jsonl")
     for key, common in ((TRAIN_COMMON, [1, 0, 0, 1]), (VALIDATION_COMMON, [0, 0, 1, 1])):
@@ -166,8 +165,7 @@ def check_another_number(step: str, bits: int, two: RankPool, four: RankPool) ->
         for k in range(4):
             assert more[k][state].equal(same[k % 2][state])
     for rank in (*same, *more):
-        # No exchange has been yet.
-        assert rank["common"].equal(rank["drawn"])
+        assert rank["common"].equal(rank["drawn"])  # before the first exchange
         assert (rank["residual"] is None) is (bits == 32)
 
 

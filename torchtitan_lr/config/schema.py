@@ -531,9 +531,6 @@ class GradCompression:
     """Tensors with fewer entries are sent dense, in the same call as the sketches."""
 
 
-_BITS = Range(lambda bits: bits in (32, 16, 8, 4, 2), "32, 16, 8, 4 or 2")
-
-
 @dataclass
 class Outer:
     """The section ``[outer]``: replicas that train apart between rare messages (DiLoCo, MuLoCo)."""
@@ -552,7 +549,7 @@ class Outer:
     nesterov: bool = True
     """Use Nesterov's form of the momentum."""
 
-    bits: Annotated[int, _BITS] = 32
+    bits: Annotated[int, Range(lambda b: b in (32, 16, 8, 4, 2), "32, 16, 8, 4 or 2")] = 32
     """Bits per number of a message: 32 sends the parameters' dtype, others whole multiples of one
     scale per 128 numbers."""
 

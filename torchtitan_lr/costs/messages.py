@@ -2,7 +2,7 @@
 """Rows of predicted traffic; elements are counted like in the ledger."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -52,6 +52,14 @@ def merge(rows: Iterable[Traffic]) -> list[Traffic]:
         calls, elements = sums.get(kind, (0, 0))
         sums[kind] = calls + row.calls, elements + row.elements
     return [Traffic(*kind[:4], *numbers, kind[4]) for kind, numbers in sums.items()]
+
+
+def mean_of(rows: Iterable[Traffic], steps: int) -> list[Traffic]:
+    """Return the rows of several steps together as those of an average one, rounded."""
+    return [
+        replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
+        for row in merge(rows)
+    ]
 
 
 def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:

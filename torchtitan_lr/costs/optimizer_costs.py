@@ -20,7 +20,7 @@ from torchtitan_lr.costs.gram_messages import (
     spectral_traffic,
 )
 from torchtitan_lr.costs.kernels import Work
-from torchtitan_lr.costs.messages import Traffic, merge, sent_bytes
+from torchtitan_lr.costs.messages import Traffic, mean_of, sent_bytes
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.errors import require
 from torchtitan_lr.ledger.ledger import OUTER
@@ -129,11 +129,7 @@ class OuterCost:
 
     def mean_traffic(self, pp_rank: int) -> list[Traffic]:
         """Return what it sends in an average step, rounded."""
-        every, rows = self.every, merge(self.exchanges(pp_rank))
-        return [
-            replace(row, calls=round(row.calls / every), elements=round(row.elements / every))
-            for row in rows
-        ]
+        return mean_of(self.exchanges(pp_rank), self.every)
 
     def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
         """Return what steps without and with an exchange of a fragment send, and average ones."""
@@ -141,30 +137,29 @@ class OuterCost:
         if not rows:
             return {}
         exchange = [*ordinary, max(rows, key=lambda row: row.elements)]
-        average = ordinary + self.mean_traffic(pp_rank)
-        return {"ordinary": ordinary, "exchange": exchange, "average": average}
+        mean = self.run.optimizer.mean_traffic(pp_rank) + self.mean_traffic(pp_rank)
+        return {"ordinary": ordinary, "exchange": exchange, "average": mean}
 
     def state_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of common weights, momentum and residual of a rank's pieces."""
         return self.copies * self.run.precision.parameter * sum(map(prod, pieces.values()))
 
     def exchange_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of changes, sums and messages of all fragments, as after a last step."""
+        """Return the bytes of an exchange of all fragments, as after a last step."""
         entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
         if not self.rounds:
-            return 2 * size * entries
-        # Its own, those of all, and the one that is decoded.
-        messages = (2 + self.run.replicas) * coded_bytes(entries, self.section.bits)
-        return (2 * size + 4 + 2) * entries + messages
+            return 2 * size * entries  # changes by parameter, and together
+        # The sum, its own message in fp32, and of one that is decoded bytes twice and fp32.
+        numbers = (1 + self.section.overlap) * size + 2 * 4 + 2
+        return numbers * entries + (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
 
     def travelling_bytes(self, pieces: NamedShapes) -> int:
-        """Return the bytes of changes and messages that travel during a step, if they do."""
+        """Return the bytes of copied weights and of messages that travel during a step, if any."""
         if not (self.every and self.section.overlap):
             return 0
         entries, size = max(self._fragments(pieces)), self.run.precision.parameter
-        if not self.rounds:
-            return 2 * size * entries
-        return size * entries + (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        messages = (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
+        return size * entries + (messages if self.rounds else size * entries)
 
 
 class MatrixCost(OptimizerCost):
@@ -272,11 +267,7 @@ class TSRCost(OptimizerCost):
         for due, count in times.items():
             for row in self.sent(pp_rank, due):
                 rows.append(replace(row, calls=row.calls * count, elements=row.elements * count))
-        steps = times.total()
-        return [
-            replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
-            for row in merge(rows)
-        ]
+        return mean_of(rows, times.total())
 
     def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
         """Return what the first step sends, the later step that sends most, and others."""

@@ -22,7 +22,7 @@ from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.schedule import makespan, pipeline_order
 from torchtitan_lr.optim.entries import PRODUCTS
 
-_WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 NARROW, LONG = 64, 32768  # widths of heads and numbers of keys with a speed of their own
 
@@ -114,7 +114,7 @@ def collective_seconds(row: Traffic, itemsize: int, dim: MeshDim, hardware: Hard
     gbytes = hardware.intra_node_gbytes_per_s if within_node else hardware.inter_node_gbytes_per_s
     if within_node and hardware.direct_links:
         gbytes *= (dim.size - 1 if row.op != "send" else 1) / (hardware.devices_per_node - 1)
-    share = _WIRE_SHARE[row.op] * (dim.size - 1) / dim.size if row.op in _WIRE_SHARE else 1.0
+    share = WIRE_SHARE[row.op] * (dim.size - 1) / dim.size if row.op in WIRE_SHARE else 1.0
     wire = share * row.elements * itemsize / (gbytes * 1e9)
     return row.calls * hardware.latency_us * 1e-6 + wire
 
@@ -136,14 +136,11 @@ def step_time(
         sent = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
         device = product_seconds(work, hardware), kernel_seconds(work, hardware)
         own = optimizer_seconds(run, pp_rank, hardware)
-        time = model_step_time(device[0], sent, device[1], own)
         travels = min(_travelling_seconds(run, pp_rank, sum(device), hardware), sent["optimizer"])
-        time = replace(
-            time,
-            exposed_communication=time.exposed_communication - travels,
-            hidden_communication=time.hidden_communication + travels,
-        )
-        busy = sum(device) + time.exposed_communication + travels - sent["optimizer"]
+        sent["optimizer"] -= travels
+        sent["overlapped"] += travels
+        time = model_step_time(device[0], sent, device[1], own)
+        busy = sum(device) + time.exposed_communication - sent["optimizer"]
         calls = sum(row.calls for row in rows if row.pass_ != "optimizer")
         host = host_seconds(run, pp_rank, work.launches + calls, hardware)
         times.append(replace(time, host=max(0.0, host - busy)))
@@ -161,9 +158,8 @@ def step_time(
 
 def _travelling_seconds(run: Run, pp_rank: int, busy: float, hardware: Hardware) -> float:
     """Return the part of outer steps' messages, in a mean step, that the next step hides."""
-    rows = run.outer.exchanges(pp_rank) if run.outer.section.overlap else []
     seconds = 0.0
-    for row in rows:
+    for row in run.outer.exchanges(pp_rank) if run.outer.section.overlap else ():
         itemsize = element_size(row, run.wire_dtypes)
         took = collective_seconds(row, itemsize, run.mesh[row.mesh_dim], hardware)
         seconds += min(took, busy) / run.outer.every

@@ -18,7 +18,6 @@ Every tensor here is placed as its parameter, so that layouts inside a replica d
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.process_groups import all_gather
 from torchtitan_lr.config.schema import Outer
 
 BLOCK = 128
@@ -62,14 +62,13 @@ def encode(x: Tensor, bits: int) -> Tensor:
 def decode(message: Tensor, entries: int, bits: int) -> Tensor:
     """Return the fp32 numbers (entries,) of a message of `encode`."""
     rows = message.view(-1, BLOCK * bits // 8 + 4)
-    scale = rows[:, -4:].contiguous().view(torch.float32)  # (blocks, 1)
-    codes, most = rows[:, :-4].contiguous(), 2 ** (bits - 1) - 1
+    codes, scale = (part.contiguous() for part in rows.split([rows.shape[1] - 4, 4], 1))
     if bits == 16:
         whole = codes.view(torch.int16).float()
     else:
         places = [codes >> place * bits & 2**bits - 1 for place in range(8 // bits)]
-        whole = torch.stack(places, -1).flatten(1).float().sub_(most)
-    return whole.mul_(scale).flatten()[:entries]
+        whole = torch.stack(places, -1).flatten(1).float().sub_(2 ** (bits - 1) - 1)
+    return whole.mul_(scale.view(torch.float32)).flatten()[:entries]
 
 
 def layer_fragments(names: Iterable[str], layers: int, fragments: int) -> dict[str, int]:
@@ -84,18 +83,7 @@ def layer_fragments(names: Iterable[str], layers: int, fragments: int) -> dict[s
 
 def due_after(step: int, every: int, fragments: int) -> list[int]:
     """Return the fragments that are exchanged after a step; fragment f is at step fH/F."""
-    offsets = (every * fragment // fragments for fragment in range(fragments))
-    return [f for f, offset in enumerate(offsets) if (step - offset) % every == 0]
-
-
-class _Exchange(NamedTuple):
-    """Messages on their way."""
-
-    names: list[str]
-    changes: Tensor  # Δₖ + eₖ of these parameters (n,)
-    message: Tensor  # with 32 bits their sum, once it is there
-    messages: Tensor  # of all replicas
-    arrival: dist.Work | None
+    return [f for f in range(fragments) if (step - every * f // fragments) % every == 0]
 
 
 class OuterSteps:
@@ -125,10 +113,12 @@ class OuterSteps:
         self.together = self.began_together = True
         self.common = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.momentum = {name: torch.zeros_like(p) for name, p in self.common.items()}
-        self._sent: _Exchange | None = None
-        self.residual: dict[str, Tensor] = {}
-        if section.bits < 32 and section.feedback:
-            self.residual = {name: torch.zeros_like(p) for name, p in self.common.items()}
+        self._nothing = local_part(next(iter(self.common.values()))).new_empty(0)
+        # Weights that were sent (copies, if a step comes in between); all replicas' messages, or
+        # with 32 bits their sum; what waits for them.
+        self._sent: tuple[dict[str, Tensor], Tensor, dist.Work | None] | None = None
+        rounds = section.bits < 32 and section.feedback
+        self.residual = {n: torch.zeros_like(p) for n, p in self.common.items() if rounds}
 
     @torch.no_grad()
     def after(
@@ -142,60 +132,39 @@ class OuterSteps:
         """
         fragments, self.began_together = self.section.fragments, self.together
         self.together = False
-        if self._sent is not None and not self._take_in(late=True):
+        if self._sent is not None and not self._take_in():
             return False
         due = [*range(fragments)] if last else due_after(step, self.section.every, fragments)
         if not due:
             return True
+        overlaps = self.section.overlap and not last
         with sending or nullcontext():
-            self._send(due)
-        if self.section.overlap and not last:
-            return True
-        self.together = len(due) == fragments
-        return self._take_in()
+            self._send(due, overlaps)
+        self.together = not overlaps and len(due) == fragments
+        return overlaps or self._take_in()
 
     @torch.no_grad()
     def resume(self, step: int) -> None:
         """Send again what was on its way when step ``step`` was saved; call it on every rank."""
         due = due_after(step, self.section.every, self.section.fragments)
         if self.section.overlap and due and not self.together:
-            self._send(due)
+            self._send(due, overlaps=True)
 
-    def _send(self, due: list[int]) -> None:
+    def _send(self, due: list[int], overlaps: bool) -> None:
         """Begin to send the changes of fragments; a pipeline rank may have nothing of one."""
-        names = [name for name, fragment in self._fragments.items() if fragment in due]
-        none = local_part(next(iter(self.common.values()))).new_empty(0)
-        changes = torch.cat([none, *map(self._change, names)])  # (n,): Δₖ + eₖ
-        bits = self.section.bits
-        message = changes.clone() if bits == 32 or not names else encode(changes, bits)
-        messages, arrival = message, None
-        if self._mesh is not None and names:
-            group = self._mesh.get_group()
-            if bits == 32:  # the sum, in place
+        own = {n: local_part(p) for n, p in self.parameters.items() if self._fragments[n] in due}
+        messages, arrival = torch.cat([self._nothing, *map(self._change, own)]), None  # (n,)
+        if self.section.bits < 32:
+            messages = encode(messages, self.section.bits)
+        if self._mesh is not None and own:
+            group, message = self._mesh.get_group(), messages
+            if self.section.bits == 32:  # the sum, in place
                 arrival = dist.all_reduce(message, group=group, async_op=True)
             else:
                 messages = message.new_empty(self.replicas * len(message))
-                arrival = dist.all_gather_into_tensor(messages, message, group=group, async_op=True)
-        self._sent = _Exchange(names, changes, message, messages, arrival)
-
-    def _take_in(self, late: bool = False) -> bool:
-        """Step along the mean of what was sent, a step ago if ``late``, if all ranks' is finite."""
-        assert self._sent is not None
-        names, changes, message, messages, arrival = self._sent
-        self._sent = None
-        if arrival is not None:
-            arrival.wait()
-        mean, sent = self._mean(changes, message, messages)
-        bad = (~mean.sum().isfinite()).float()  # without a copy of them
-        if dist.is_initialized():
-            dist.all_reduce(bad)
-        if bad.item():  # the host waits for the exchange
-            return False
-        sizes = [local_part(self.common[name]).numel() for name in names]
-        parts = (x.split(sizes) for x in (changes, mean, sent))
-        for name, change, delta, known in zip(names, *parts, strict=True):
-            self._step(name, change, delta, known, late)
-        return True
+                arrival = all_gather(messages, message, group=group, async_op=True)
+        weights = {name: own[name].clone() if overlaps else own[name] for name in own}
+        self._sent = weights, messages, arrival
 
     def _change(self, name: str) -> Tensor:
         change = local_part(self.common[name]) - local_part(self.parameters[name])
@@ -203,35 +172,44 @@ class OuterSteps:
             change += local_part(self.residual[name])
         return change.flatten()
 
-    def _mean(self, changes: Tensor, message: Tensor, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean over the replicas (n,), and what the others know of this one (n,)."""
-        bits = self.section.bits
-        if bits == 32 or not len(changes):
-            return message.div_(self.replicas), changes
-        total = torch.zeros_like(changes)
-        for each in messages.chunk(self.replicas):  # in one order on all ranks
-            total += decode(each, len(changes), bits)
-        return total.div_(self.replicas), decode(message, len(changes), bits)
+    def _take_in(self) -> bool:
+        """Step along the mean of what was sent, if all ranks' is finite."""
+        assert self._sent is not None
+        (weights, messages, arrival), self._sent = self._sent, None
+        if arrival is not None:
+            arrival.wait()
+        sizes = [value.numel() for value in weights.values()]
+        mean = known = messages
+        if self.section.bits < 32:
+            mean = self._nothing.new_zeros(sum(sizes))
+            for replica, message in enumerate(messages.chunk(self.replicas)):
+                numbers = decode(message, len(mean), self.section.bits)
+                mean += numbers  # in one order on all ranks
+                known = numbers if replica == self.replica else known
+        mean /= self.replicas
+        bad = (~mean.sum().isfinite()).float()  # without a copy of them
+        if dist.is_initialized():
+            dist.all_reduce(bad)
+        if bad.item():  # the host waits for the exchange
+            return False
+        parts = mean.split(sizes), known.split(sizes)
+        for (name, sent), *of_message in zip(weights.items(), *parts, strict=True):
+            self._step(name, sent, *of_message)
+        return True
 
-    def _step(self, name: str, change: Tensor, delta: Tensor, known: Tensor, late: bool) -> None:
-        """Step a parameter along the mean change Δ (n,), from the common weights on."""
+    def _step(self, name: str, sent: Tensor, delta: Tensor, known: Tensor) -> None:
+        """Step along the mean change Δ (n,), where the others have ``known`` of one's own (n,)."""
         section, eta, mu = self.section, self.section.lr, self.section.momentum
         common, own = local_part(self.common[name]), local_part(self.parameters[name])
-        momentum = local_part(self.momentum[name])
-        residual = local_part(self.residual[name]) if self.residual else None
-        change, delta, known = (x.view_as(common) for x in (change, delta, known))
-        if late:
-            before = common - change if residual is None else common - change + residual
-            since = own - before  # uₖ
+        momentum, delta = local_part(self.momentum[name]), delta.view_as(common)
+        if self.residual:
+            residual = local_part(self.residual[name])
+            residual += common - sent
+            residual -= known.view_as(common)
         # θ - η (Δ + μ (μ m + Δ)), or θ - η (μ m + Δ), with θ - Δ as the replicas' mean: what a
         # single replica has trained stays bit for bit with η = 1 and μ = 0.
-        alone = self.replicas == 1 and section.bits == 32 and not late
-        trained = own if alone else common - delta
+        mean = sent if self.replicas == 1 and section.bits == 32 else common - delta
         weight, kept = (eta * (1 + mu), eta * mu * mu) if section.nesterov else (eta, eta * mu)
-        common.copy_(torch.lerp(common, trained, weight).sub_(momentum, alpha=kept))
+        common.lerp_(mean, weight).sub_(momentum, alpha=kept)
         momentum.mul_(mu).add_(delta)
-        own.copy_(common)
-        if late:
-            own += since
-        if residual is not None:
-            residual.copy_(change - known)
+        own.sub_(sent).add_(common)  # uₖ, which is 0 where the weights are those that were sent

@@ -37,6 +37,8 @@ from torchtitan_lr.training.watch import Watch
 WANDB_ID_FILE = "wandb_run_id"
 """In the dump folder: the id of the run's wandb run, and in a second line the file's path."""
 
+_WHOSE = " (replicas' own)", " (common)"  # the weights of a loss, of replicas that train apart
+
 _LONGEST_UPLOAD = 60  # seconds at the end of a run
 
 
@@ -317,11 +319,14 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
     def _line(self, step: int, metrics: dict[str, Any]) -> str:
         """Return the console's line of a logged step: with rank and time at most 100 characters."""
         steps, left = self.job_config.training.steps, self._pace.left(step, time.perf_counter())
-        loss = history.train_loss(metrics) or metrics[history.TRAIN_LOSS]
+        loss, whose = history.train_loss(metrics) or metrics[history.TRAIN_LOSS], ""
+        if self.outer is not None:  # the loss is the mean of all steps since the last line
+            all_common = self.outer.section.every == 1 or step == self._last_logged_step + 1
+            whose = _WHOSE[all_common and self.outer.began_together]
         parts = [
             f"step {step:>{len(str(steps))}}/{steps}",
             f"{'-:--:--' if left is None else duration(left)} left",
-            f"loss {loss:.5f}" + ("" if self.outer is None else " (replicas' own)"),
+            f"loss {loss:.5f}{whose}",
             f"norm {metrics['grad_norm']:.4f}",
             f"{metrics[history.TOKENS_PER_S]:,.0f} tokens/s",
         ]
@@ -343,11 +348,11 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         whose = ""
         if self.outer is not None:
             metrics[history.VALIDATION_COMMON] = int(self.outer.together)
-            whose = "  (the common weights)" if self.outer.together else "  (replicas' own weights)"
+            whose = _WHOSE[self.outer.together]
         self._write(metrics, step)
         for name, numbers in sets.items():
-            values = f"loss {numbers['loss']:.5f}  perplexity {numbers['perplexity']:,.2f}"
-            values += f"  in {numbers['seconds']:.1f} s{whose}"
+            values = f"loss {numbers['loss']:.5f}{whose}  perplexity {numbers['perplexity']:,.2f}"
+            values += f"  in {numbers['seconds']:.1f} s"
             console.info(f"validation{name and f' of {name}'} after step {step}  {values}")
 
     def write_summary(self, step: int, checkpoint: str | None) -> None:

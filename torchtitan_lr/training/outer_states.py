@@ -56,11 +56,10 @@ class OuterStates:
 
     def state_dict(self) -> State:
         """Return the momentum, and this replica's residual and weights."""
-        own = {f"residual.{name}": value for name, value in self._residual.items()}
-        if not self._outer.together:
-            own |= {f"weights.{name}": value for name, value in self._outer.parameters.items()}
-        momentum = {f"momentum.{name}": value for name, value in self._outer.momentum.items()}
-        return momentum | {self._prefix + name: value for name, value in own.items()}
+        found, outer = {"momentum": self._outer.momentum}, self._outer
+        found[f"{self._prefix}residual"] = self._residual
+        found[f"{self._prefix}weights"] = {} if outer.together else outer.parameters
+        return {f"{kind}.{name}": each for kind in found for name, each in found[kind].items()}
 
     def load_state_dict(self, state: State) -> None:
         """Do nothing: tensors of parameters are loaded in place."""
@@ -72,8 +71,7 @@ class OuterStates:
     def _optimizer_state(self) -> State:
         found = {}
         for name, value in self._optimizers.state_dict().items():
-            common = name.startswith("param_groups.")
-            found[name if common else self._prefix + name] = value
+            found[name if name.startswith("param_groups.") else self._prefix + name] = value
         return found
 
     def _load_optimizer(self, state: State) -> None:

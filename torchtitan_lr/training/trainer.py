@@ -301,9 +301,7 @@ class Trainer(TitanTrainer):
         last = self.step == self.job_config.training.steps
         sending = nullcontext() if ledger is None else ledger.scope(OUTER)
         if not self.outer.after(self.step, last, sending):
-            good = self.checkpointer.newest() or "none"
-            line = f"step {self.step}: an exchange of the replicas' weights is not finite"
-            raise NonFiniteError(f"{line}; last good checkpoint: {good}", None, self.step)
+            raise self._not_finite("an exchange of the replicas' weights is not finite")
 
     def settle(self, data: StepData, verdict: Verdict) -> None:
         """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError.
@@ -324,11 +322,14 @@ class Trainer(TitanTrainer):
             repeat = partial(self.repeat, data, verdict)
             what, rank = self.origin.of(findings, self.gradients, repeat)
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
-            good = self.checkpointer.newest() or "none"
-            line = f"step {self.step}: {what}; last good checkpoint: {good}"
-            raise NonFiniteError(line, rank, self.step)
+            raise self._not_finite(what, rank)
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", self.step, what)
+
+    def _not_finite(self, what: str, rank: int | None = None) -> NonFiniteError:
+        good = self.checkpointer.newest() or "none"
+        line = f"step {self.step}: {what}; last good checkpoint: {good}"
+        return NonFiniteError(line, rank, self.step)
 
     def validate(self) -> None:
         """Validate; a run that is stopped while a read does not return ends."""

@@ -5,8 +5,10 @@ The hook is DDP's and reads a bucket. DDP puts up to 25 MB of gradients into one
 race's models. Here the bucket is filled after backward, when DDP would call the hook.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.costs.messages import Traffic, mean_of
+from torchtitan_lr.costs.optimizer_costs import OptimizerCost
 from torchtitan_lr.optim.entries import Function, build_optimizers
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
@@ -34,9 +38,6 @@ class WaitingGroup(dist.ProcessGroup):
     The hook starts its second and third sum in callbacks of the one before. Gloo runs these in the
     thread that sums; a run's groups have one such thread, which would wait for itself, and the
     ledger of the main thread would not see the sums.
-
-    Args:
-        group: The ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -63,10 +64,7 @@ def bucket_of(gradients: Sequence[Tensor]) -> Any:
 class PowerSGDGradients(StoredGradients):
     """Gradients that the hook averages over the replicas, with its error feedback and warm start.
 
-    Args:
-        model_parts: The model; pipelines are not supported.
-        group: The replicas.
-        rank: Rank of the approximation.
+    Pipelines are not supported.
     """
 
     def __init__(
@@ -87,6 +85,36 @@ class PowerSGDGradients(StoredGradients):
             # The loss is divided by the tokens of all replicas: the gradient is their sum.
             gradient.copy_(mean * self._replicas)
         return super().finish_sums()
+
+
+class PowerSGDCost(OptimizerCost):
+    """AdamW's, and the sums of the hook: tensors that are not compressed, P (n, r) and Q (m, r)."""
+
+    def __init__(self, run: Any, rank: int) -> None:
+        super().__init__(run)
+        self.rank = rank
+
+    def traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return the sums of a step after the dense ones."""
+        sums: Counter[str] = Counter()
+        for rows, *others in self.run.pieces_of(pp_rank).values():
+            columns = prod(others)
+            rank = min(rows, columns, self.rank)
+            if 2 * rank * (rows + columns) < rows * columns:  # the hook's limit
+                sums += Counter({"P": rows * rank, "Q": columns * rank})
+            else:
+                sums["whole"] += rows * columns
+        return [_summed(size) for size in sums.values()]
+
+    def mean_traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return the sums of a mean step of the run, the dense ones among them."""
+        whole = _summed(sum(map(prod, self.run.pieces_of(pp_rank).values())))
+        steps, later = self.run.config.training.steps, self.traffic(pp_rank)
+        return mean_of([whole] * DENSE_STEPS + later * (steps - DENSE_STEPS), steps)
+
+
+def _summed(size: int) -> Traffic:
+    return Traffic("optimizer", "optimizer", "all_reduce", "gradient", 1, size, "dp_replicate")
 
 
 def powersgd(rank: int) -> Function:

@@ -4,10 +4,13 @@
 A run names this module by ``experimental.custom_import``. Dion has no package in an index.
 """
 
+from functools import partial
+
 from scripts.research.race.checks import check_powersgd
-from scripts.research.race.powersgd import powersgd
+from scripts.research.race.powersgd import PowerSGDCost, powersgd
 from torchtitan_lr.optim.entries import register_optimizer, variant
 
 for rank in (2, 4):
-    name, build = f"PowerSGD-{rank}", powersgd(rank)
-    register_optimizer(variant("AdamW", name, build, check=check_powersgd, sums_replicas=True))
+    name, cost = f"PowerSGD-{rank}", partial(PowerSGDCost, rank=rank)
+    facts = {"check": check_powersgd, "sums_replicas": True, "cost": cost}
+    register_optimizer(variant("AdamW", name, powersgd(rank), **facts))

@@ -11,16 +11,19 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 import torchtitan.components.metrics as titan_metrics
 import torchtitan.tools.utils as titan_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_lr.config.schema import Outer
+from torchtitan_lr.optim.outer import OuterSteps
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training import metrics
 from torchtitan_lr.training.figures import draw_curve
-from torchtitan_lr.training.history import build_summary, read_history
+from torchtitan_lr.training.history import TRAIN_COMMON, build_summary, read_history
 from torchtitan_lr.training.metrics import HistoryLogger, LowRankMetricsProcessor
 
 GIB = 2**30
@@ -104,6 +107,21 @@ def test_the_console_shows_the_mean_of_the_interval(mean, shown, processor_of, m
     processor = processor_of()
     log(processor, 4, 1.0, interval_loss=mean)
     assert f"  {shown}  " in lines[0]
+
+
+def test_the_console_says_whose_loss_it_shows(processor_of, monkeypatch):
+    lines = []
+    monkeypatch.setattr(metrics.console, "info", lines.append)
+    processor, common = processor_of(), {}
+    processor.outer = OuterSteps({"w": torch.zeros(1)}, 1, Outer(every=3))
+    for step in range(1, 8):
+        processor.outer.after(step)
+        if step != 3:
+            record = log(processor, step, 1.0)
+            common[step] = record[TRAIN_COMMON], " (common)  " in lines.pop()
+    # Step 4 began with the common weights, but step 3, whose loss is in the mean, did not.
+    expected = {1: (1, True), 4: (1, False), 7: (1, True)}
+    assert common == dict.fromkeys((1, 2, 4, 5, 6, 7), (0, False)) | expected
 
 
 def test_history_survives_non_finite_values_and_a_torn_line(tmp_path):
