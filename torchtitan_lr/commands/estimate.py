@@ -76,5 +76,5 @@ def run(args: argparse.Namespace) -> int:
     print(estimate_report.as_text(report, hardware))
     own = next(iter(runs.values()))
     assert not isinstance(own, ConfigError)  # only alternatives are refused
-    print(estimate_layouts.in_one_line(own, report, hardware))
+    print(estimate_layouts.in_one_line(own, hardware))
     return 0

@@ -8,8 +8,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.layouts import GIB, Layout, Layouts, find_layouts
-from torchtitan_lr.models.configured import empty_model
+from torchtitan_lr.costs.layouts import GIB, Layouts, Modelled, find_layouts
 
 SHOWN = 10
 _PARTS = {
@@ -30,47 +29,43 @@ def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[st
         check_job_config(config, run.world, "cuda", on_paper=True)
 
     found = find_layouts(run, hardware, check, splits)
-    _, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     return {
         "hardware": hardware.name,
         "world": run.world,
-        "layouts": [_row(layout, flops, hardware) for layout in found.fitting],
-        "too_large": [_row(layout, flops, hardware) for layout in found.too_large],
+        "layouts": [_row(layout, run) for layout in found.fitting],
+        "too_large": [_row(layout, run) for layout in found.too_large],
         "refused": dict(found.refused),
         "slower": _slower(found),
     }
 
 
-def in_one_line(run: Run, column: dict[str, Any], hardware: Hardware, compares: bool = True) -> str:
-    """Say how long a run takes, by its column of a report, and whether another layout is faster."""
-    seconds, peak = column["step_time"]["total"], column["memory_bytes"]["peak"] / GIB
-    days = seconds * run.config.training.steps / 86400
-    ideal = run.tokens_per_step * column["flops_per_token"]
-    mfu = ideal / (hardware.peak_tflops * 1e12 * run.world) / seconds
-    line = f"modelled: {days:.2g} days, {mfu:.0%} MFU, {peak / hardware.memory_gib:.0%} of "
+def in_one_line(run: Run, hardware: Hardware, compares: bool = True) -> str:
+    """Say how long a run takes, and whether another layout is faster."""
+    own = _row(Modelled(run, hardware), run)
+    memory = own["peak_bytes"] / GIB / hardware.memory_gib
+    line = f"modelled: {own['days']:.2g} days, {own['mfu']:.0%} MFU, {memory:.0%} of "
     line += f"{hardware.memory_gib:g} GiB"
     compares = compares and run.world > 1
     others = report_layouts(run, hardware, splits=False)["layouts"] if compares else []
-    if others and seconds > 1.1 * others[0]["step_time"]["total"]:
-        times = seconds / others[0]["step_time"]["total"]
+    times = own["step_time"]["total"] / others[0]["step_time"]["total"] if others else 0.0
+    if times > 1.1:
         rows = f"{others[0]['microbatch']} rows x {others[0]['microbatches']}"
         line += f"; {others[0]['layout']}, {rows} is modelled {times:.1f} times faster"
     return line
 
 
-def _row(layout: Layout, flops: int, hardware: Hardware) -> dict[str, Any]:
-    run, seconds = layout.run, layout.time.total
-    hours = seconds * run.config.training.steps / 3600
-    ideal = run.tokens_per_step * flops / (hardware.peak_tflops * 1e12 * run.world)
+def _row(layout: Modelled, first: Run) -> dict[str, Any]:
+    run = layout.run
+    _, flops = first.size  # that of all layouts
     return {
         "layout": name_of(run),
         "microbatch": run.microbatch,
         "microbatches": run.rounds,
-        "step_time": asdict(layout.time) | {"total": seconds},
-        "mfu": ideal / seconds,
+        "step_time": asdict(layout.time) | {"total": layout.time.total},
+        "mfu": layout.mfu(flops),
         "peak_bytes": layout.peak,
-        "days": hours / 24,
-        "gpu_hours": hours * run.world,
+        "days": layout.days,
+        "gpu_hours": 24 * layout.days * run.world,
     }
 
 
@@ -83,7 +78,7 @@ def name_of(run: Run) -> str:
 
 def _slower(found: Layouts) -> list[dict[str, Any]]:
     """Compare the fastest layout of each kind beyond the shown ones with the fastest of all."""
-    kinds: dict[tuple[int, int, int], Layout] = {}
+    kinds: dict[tuple[int, int, int], Modelled] = {}
     for layout in found.fitting:
         kinds.setdefault((layout.run.tp, layout.run.pp, layout.run.cp), layout)
     shown = found.fitting[:SHOWN]

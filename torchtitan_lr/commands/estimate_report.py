@@ -12,26 +12,19 @@ from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
+from torchtitan_lr.costs.layouts import GIB, Modelled
+from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight
 from torchtitan_lr.costs.rehearsal import rehearse_run
-from torchtitan_lr.costs.step_time import communication_seconds, step_time
-from torchtitan_lr.costs.step_traffic import (
-    WIRES,
-    averaged,
-    bytes_by_dim,
-    gradient_bytes,
-    step_traffic,
-)
+from torchtitan_lr.costs.step_time import communication_seconds
+from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.launch.placement import fit
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, resolve_settings
 
 FULL_RANK = "full"  # the alternative that is a family; ``auto`` selects its plan
-GIB = 2**30
 
 
 def read_runs(
@@ -119,42 +112,27 @@ def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[
 
 
 def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
-    rehearsal = rehearse_run(run)
-    ranks: list[dict[str, Any]] = []
-    traffic = []
-    for pp_rank in range(run.pp):
-        rows = step_traffic(run, pp_rank, rehearsal)
-        traffic.append(averaged(run, pp_rank, rows))
-        ranks.append(
-            {
-                "rank": pp_rank,
-                "stages": run.stages_of(pp_rank),
-                "units": list(run.units_of(pp_rank)),
-                "microbatches_in_flight": in_flight(run, pp_rank, rehearsal)[1],
-                "memory_bytes": rank_memory(run, pp_rank, rehearsal),
-                "comm_bytes": bytes_by_dim(rows, run.wire_dtypes),
-            }
-        )
-    heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
-    busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
-    time = step_time(run, traffic, hardware, rehearsal)
+    modelled = Modelled(run, hardware)
+    sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in modelled.sent]
+    busiest = max(range(run.pp), key=lambda rank: _total(sent[rank]))
+    time = modelled.time
     tokens_per_s = run.tokens_per_step / time.total
-    parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
+    parameters, flops = run.size
     report = {
         "world": run.world,
         "checkpointing": run.checkpointing,
         "parameters": parameters,
         "flops_per_token": flops,
-        "memory_bytes": heaviest["memory_bytes"],
-        "comm_bytes": busiest["comm_bytes"],
-        "gradient_bytes": gradient_bytes(run, busiest["rank"]),
+        "memory_bytes": max(modelled.memory, key=lambda parts: parts["peak"]),
+        "comm_bytes": sent[busiest],
+        "gradient_bytes": gradient_bytes(run, busiest),
         "checkpoint_bytes": checkpoint_bytes(run),
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
     kinds: dict[str, dict[str, int]] = {}
     seconds: dict[str, float] = {}
-    of_steps = run.optimizer.kinds_of_steps(busiest["rank"])
-    for kind, rows in (of_steps | run.outer.kinds_of_steps(busiest["rank"])).items():
+    of_steps = run.optimizer.kinds_of_steps(busiest)
+    for kind, rows in (of_steps | run.outer.kinds_of_steps(busiest)).items():
         by_wire = {wire: bytes_by_dim(rows, with_wire(run, wire).wire_dtypes) for wire in WIRES}
         kinds[kind] = {wire: _total(sent) for wire, sent in by_wire.items()}
         took = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
@@ -165,7 +143,17 @@ def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
     if run.entry.cost is None:
         report["own_optimizer"] = run.entry.name
     if run.pp > 1:
-        report["pipeline_ranks"] = ranks
+        report["pipeline_ranks"] = [
+            {
+                "rank": rank,
+                "stages": run.stages_of(rank),
+                "units": list(run.units_of(rank)),
+                "microbatches_in_flight": in_flight(run, rank, rehearse_run(run))[1],
+                "memory_bytes": modelled.memory[rank],
+                "comm_bytes": sent[rank],
+            }
+            for rank in range(run.pp)
+        ]
     return report
 
 

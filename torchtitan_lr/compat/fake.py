@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Running without data and ranks: fake tensors, a fake process group, DTensor's shape inference.
+"""Running without data and ranks: tensors without data, a fake process group, DTensor's shapes.
 
 Torch uses the classes in its own tests. Tested with torch 2.11 and 2.13.
 """
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from torchtitan_lr.compat.dispatch import TorchDispatchMode
+from torchtitan_lr.compat.dispatch import TorchDispatchMode, fused_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,6 +30,26 @@ def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     original = F.rms_norm
     with patch.object(F, "rms_norm", function):
         yield original
+
+
+@contextmanager
+def attention_is_fused() -> Iterator[None]:
+    """Let attention of tensors on ``meta`` be a fused kernel, a CPU's."""
+    # Torch chooses the unfused one there. If the models call another function, a test that counts
+    # the FLOPs of attention fails.
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        return fused_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask)[0]
+
+    with patch.object(F, "scaled_dot_product_attention", attend):
+        yield
 
 
 @contextmanager
@@ -62,10 +82,6 @@ class RehearsalMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Torch asks fake tensors for their device more often than for anything else. Passing the
-        # question on to the modes below would take a third of a rehearsal.
-        if func is torch.ops.prim.device.default:
-            return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))

@@ -20,7 +20,6 @@ from torchtitan_lr.compression.settings import (
 from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
 from torchtitan_lr.costs.messages import Traffic, backward, forward, merge, sent_bytes
 from torchtitan_lr.costs.rehearsal import Rehearsal
-from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.ledger.ledger import COUNTS, STEP, reading_order
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.entries import ENTRIES
@@ -31,8 +30,7 @@ from torchtitan_lr.parallel.stages import stage_boundaries
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
     """Return a rank's traffic in an ordinary step; with a rehearsal, also what it sends again."""
     units = run.units_of(pp_rank)
-    passes = model_traffic(run.args, run.settings, run.tp, run.tokens)
-    passes += _context(run, pp_rank) + _stage_messages(run, pp_rank)
+    passes = run.tp_messages + _context(run, pp_rank) + _stage_messages(run, pp_rank)
     if rehearsal is not None:
         for stage in run.stages_of(pp_rank):
             in_halves = run.splits_backward and stage > 0
