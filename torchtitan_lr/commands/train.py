@@ -59,12 +59,11 @@ def tell_modelled(placed: "Placement") -> None:
     name = DEVICES.get(gpu_name()) if placed.device == "cuda" else None
     if name is None:
         return
-    from torchtitan_lr.commands.estimate_layouts import in_one_line
+    from torchtitan_lr.commands.estimate_report import in_one_line
     from torchtitan_lr.costs.described_run import read_run
 
     hardware, run = load_hardware(name), read_run(placed.config, placed.environment.world_size)
-    compares = run.args.lanes == 1  # else a rank that has them all takes many seconds of a core
-    print(f"{hardware.name}, {in_one_line(run, hardware, compares)}", flush=True)
+    print(f"{hardware.name}, {in_one_line(run, hardware)}", flush=True)
 
 
 def gpu_name() -> str:

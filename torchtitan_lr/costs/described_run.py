@@ -165,9 +165,7 @@ class Run:
     @cached_property
     def size(self) -> tuple[int, int]:
         """Parameters of the model, and FLOPs of a token."""
-        found: tuple[int, int]
-        found = self.args.get_nparams_and_flops(empty_model(self.args), self.seq_len)
-        return found
+        return self.args.get_nparams_and_flops(empty_model(self.args), self.seq_len)
 
     @cached_property
     def tp_messages(self) -> list[Traffic]:
@@ -281,9 +279,3 @@ def read_run(config: Any, world: int) -> Run:
         raise ConfigError("model.name", config.model.name, "a model of this package")
     degree = config.parallelism.tensor_parallel_degree
     return Run(config, world, args, tp_settings(config, args, degree))
-
-
-def with_wire(run: Run, dtype: str) -> Run:
-    """Return the run whose gradients travel in another dtype."""
-    training = replace(run.config.training, mixed_precision_reduce=dtype)
-    return replace(run, config=replace(run.config, training=training))

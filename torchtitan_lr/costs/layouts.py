@@ -9,7 +9,7 @@ be. A micro-batch has 1, 2, 4, … or 64 rows, of at most `MOST_TOKENS` tokens t
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,48 +63,24 @@ class Modelled:
         """Whether every device has the memory."""
         return self.peak <= self.hardware.memory_gib * GIB
 
-    @property
-    def days(self) -> float:
-        """Days of ``training.steps``."""
-        return self.time.total * self.run.config.training.steps / 86400
-
-    def mfu(self, flops: int) -> float:
-        """Return the share of the devices' peak that a model with so many FLOPs per token has."""
-        peak = self.hardware.peak_tflops * 1e12 * self.run.world
-        return self.run.tokens_per_step * flops / peak / self.time.total
-
-
-@dataclass
-class Layouts:
-    """What a search over layouts found.
-
-    A layout has its fastest micro-batch that fits, else its smallest one.
-    """
-
-    fitting: list[Modelled] = field(default_factory=list)  # the fastest first
-    too_large: list[Modelled] = field(default_factory=list)  # the smallest first
-    refused: Counter[str] = field(default_factory=Counter)  # layouts by the key that refuses them
-
 
 def find_layouts(
     run: Run, hardware: Hardware, check: Callable[[Any], None], splits: bool = True
-) -> Layouts:
+) -> tuple[list[Modelled], Counter[str]]:
     """Try all layouts of a run, or those alone that split neither products, rows nor the model.
 
-    ``check`` raises a ConfigError for a configuration that cannot run.
+    A layout has its fastest micro-batch that fits, else its smallest one. ``check`` raises a
+    ConfigError for a configuration that cannot run; the second result counts them by key.
     """
-    found = Layouts()
+    found, refused = [], Counter[str]()
     for config in _configs(run, hardware, splits):
         try:
             check(config)
         except ConfigError as error:
-            found.refused[error.key] += 1
-            continue
-        layout = _fastest(read_run(config, run.world), hardware)
-        (found.fitting if layout.fits else found.too_large).append(layout)
-    found.fitting.sort(key=lambda layout: layout.time.total)
-    found.too_large.sort(key=lambda layout: layout.peak)
-    return found
+            refused[error.key] += 1
+        else:
+            found.append(_fastest(read_run(config, run.world), hardware))
+    return found, refused
 
 
 def _configs(run: Run, hardware: Hardware, splits: bool) -> Iterator[Any]:
@@ -145,7 +121,7 @@ def _laid_out(config: Any, tp: int, pp: int, cp: int, replicas: int, rows: int, 
 
 
 def _fastest(run: Run, hardware: Hardware) -> Modelled:
-    """Return a layout with its fastest micro-batch that fits, or with one row where none does.
+    """Return a layout with its fastest micro-batch.
 
     The largest that fits has the largest products. In a pipeline it leaves the ranks idle longer,
     so that half of it is tried too.

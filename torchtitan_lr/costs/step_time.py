@@ -96,10 +96,14 @@ def communication_seconds(
 
 
 def model_step_time(
-    compute: float, sent: Mapping[str, float], element_wise: float = 0.0, optimizer: float = 0.0
+    compute: float,
+    sent: Mapping[str, float],
+    element_wise: float = 0.0,
+    optimizer: float = 0.0,
+    travels: float = 0.0,  # seconds of an optimizer's messages that the next step hides
 ) -> StepTime:
     """Model one optimizer step of one rank that sends for `communication_seconds`."""
-    hidden = min(sent["overlapped"], compute + element_wise)
+    hidden = travels + min(sent["overlapped"], compute + element_wise)
     exposed = sum(sent.values()) - hidden
     return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
 
@@ -136,13 +140,8 @@ def step_time(
         sent = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
         device = product_seconds(work, hardware), kernel_seconds(work, hardware)
         own = optimizer_seconds(run, pp_rank, hardware)
-        time = model_step_time(device[0], sent, device[1], own)
         travels = min(_travelling_seconds(run, pp_rank, sum(device), hardware), sent["optimizer"])
-        time = replace(
-            time,
-            exposed_communication=time.exposed_communication - travels,
-            hidden_communication=time.hidden_communication + travels,
-        )
+        time = model_step_time(device[0], sent, device[1], own, travels)
         busy = sum(device) + time.exposed_communication + travels - sent["optimizer"]
         calls = sum(row.calls for row in rows if row.pass_ != "optimizer")
         host = host_seconds(run, pp_rank, work.launches + calls, hardware)

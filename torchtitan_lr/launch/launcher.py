@@ -245,12 +245,11 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
 
     found = summary.get("val_losses")
     sets = found if isinstance(found, dict) else {}
-    nats = " nats/token"
     rows = {
         "steps": number("steps", ".0f"),
-        "train loss": number("train_loss", ".4f", nats),
-        "validation loss": number("val_loss", ".4f", nats),
-        **{f"validation loss of {name}": number(name, ".4f", nats, sets) for name in sets},
+        "train loss": number("train_loss", ".4f", " nats/token"),
+        "validation loss": number("val_loss", ".4f", " nats/token"),
+        **{f"validation loss of {name}": number(name, ".4f", " nats/token", sets) for name in sets},
         "unigram entropy": number("unigram_entropy", ".4f", " nats/token (validation tokens)"),
         "validation perplexity": number("val_ppl", ".2f"),
         "tokens/s": number("tokens_per_s", ",.0f", " (all ranks)"),
