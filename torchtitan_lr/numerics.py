@@ -66,7 +66,7 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
         by_dtype[tensor.dtype].append(tensor)
     for dtype, same in by_dtype.items():
         exact = factor.to(same[0].device, torch.promote_types(dtype, torch.float32))
-        if dtype == exact.dtype or exact.device.type == "cpu":
+        if dtype == exact.dtype or exact.device.type != "cuda":
             torch._foreach_mul_(same, exact)
             continue
         # A GPU's kernel rounds a factor without dimensions to bf16 before it multiplies. One with

@@ -45,8 +45,8 @@ def test_soap_for_factors(
     (sent,) = paper.optimizer.traffic(0)
     assert (sent.mesh_dim, sent.op) == ("fsdp_tp", "all_reduce")
     assert sent.elements == 2 * 2 * (4 * 12 * 13 // 2 + 3 * 20 * 21 // 2)  # blocks, A and B
-    report = estimate({"soap": paper}, load_hardware("h100"))
-    assert report["comm_bytes"]["fsdp_tp"] and "own_optimizer" not in report
+    column = estimate({"soap": paper}, load_hardware("h100"))["columns"]["soap"]
+    assert column["comm_bytes"]["fsdp_tp"] and "own_optimizer" not in column
 
     vanilla = build_job_config([*arguments, "--parallelism.tp_plan=vanilla"])
     with pytest.raises(ConfigError, match="'btp' with widths that the ranks divide"):

@@ -19,7 +19,7 @@ LOSS = "loss_metrics/global_avg_loss"
 VAL_LOSS = "validation_metrics/loss"
 
 SUMMARY_KEYS = [
-    *("steps", "train_loss", "val_loss", "val_ppl", "unigram_entropy"),
+    *("steps", "train_loss", "val_loss", "val_losses", "val_ppl", "unigram_entropy"),
     *("tokens_per_s", "mfu", "peak_memory_gib", "checkpoint", "curve"),
     *("sent_bytes", "adamw_bytes"),
 ]

@@ -83,8 +83,8 @@ def changed(
     listed = {Meaning.APPLIED, Meaning.OPTIMIZER}
     if "dataloader" in left_out:
         listed.add(Meaning.DATA)
-    was, changes = _flat(before), dict[str, list[Any]]()
-    for key, here in _flat(now).items():
+    was, changes = by_key(before), dict[str, list[Any]]()
+    for key, here in by_key(now).items():
         if meaning_of(key) in listed and was.get(key, here) != here:
             changes[key] = [was[key], here]
     if left_out:
@@ -92,7 +92,8 @@ def changed(
     return changes
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+def by_key(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's values by their dotted keys."""
     found: dict[str, Any] = {}
     for section, table in record.items():
         if isinstance(table, dict):

@@ -15,7 +15,7 @@ from torchtitan_lr.errors import ConfigError, describe_error
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
-from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, set_default_dtype
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.titan.specs import get_train_spec
 
@@ -76,9 +76,7 @@ def rehearse_rank(config: Any, world: int, rank: int) -> None:
         dims.build_mesh()
         args = spec.model_args[config.model.flavor]
         args.update_from_config(config)
-        default = torch.get_default_dtype()
-        until.callback(torch.set_default_dtype, default)
-        torch.set_default_dtype(TORCH_DTYPE_MAP[training.dtype])
+        until.enter_context(set_default_dtype(TORCH_DTYPE_MAP[training.dtype]))
         with torch.device("meta"):
             model = spec.model_cls(args)
         loss_of, pipeline = build_loss(config), None

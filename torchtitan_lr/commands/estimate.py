@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Estimate a run's memory, communication and step time, without its devices.
 
-    torchtitan-lr estimate train_configs/boost_13b.toml
     torchtitan-lr estimate CONFIG --world 1024 --training.global_batch_size=-1
     torchtitan-lr estimate CONFIG --hardware h200 --json [--section.key=value ...]
-    torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
     torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
     torchtitan-lr estimate cola_7b --world 32 --layouts
 
@@ -50,23 +48,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the estimate; return the exit status."""
     if args.world is not None:
         check_at_least(args, world=1)
-    names = [Path(path).stem for path in args.configs]
-    want = "files of different names"
-    require(len({*names}) == len(names), "CONFIG", " ".join(args.configs), want)
+    paths, given = {Path(path).stem: path for path in args.configs}, " ".join(args.configs)
+    require(len(paths) == len(args.configs), "CONFIG", given, "files of different names")
     for path in args.configs:
         load_toml(find_config(path))
     from torchtitan_lr.costs.hardware import load_hardware
 
     hardware = load_hardware(args.hardware)
     # Late: wrong files and numbers are reported without torch.
-    from torchtitan_lr.commands import estimate_layouts, estimate_report
+    from torchtitan_lr.commands import estimate_report
 
-    paths = dict(zip(names, args.configs, strict=True))
     if args.layouts:
-        require(len(names) == 1, "--layouts", " ".join(args.configs), "one CONFIG")
+        require(len(paths) == 1, "--layouts", given, "one CONFIG")
         first = estimate_report.read_first(args.configs[0], args.world, args.overrides)
-        found = estimate_layouts.report_layouts(first, hardware)
-        print(json.dumps(found, indent=2) if args.json else estimate_layouts.as_text(found))
+        found = estimate_report.report_layouts(first, hardware)
+        print(json.dumps(found, indent=2) if args.json else estimate_report.layouts_as_text(found))
         return 0
     runs = estimate_report.read_runs(paths, args.world, args.plans, args.overrides)
     report = estimate_report.estimate(runs, hardware)
@@ -76,5 +72,5 @@ def run(args: argparse.Namespace) -> int:
     print(estimate_report.as_text(report, hardware))
     own = next(iter(runs.values()))
     assert not isinstance(own, ConfigError)  # only alternatives are refused
-    print(estimate_layouts.in_one_line(own, report, hardware))
+    print(estimate_report.in_one_line(own, hardware))
     return 0

@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Estimates of runs that are compared, as a dictionary and as a text table."""
+"""Estimates of runs that are compared, and of a run's layouts, as dictionaries and as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torchtitan_lr.training.register  # noqa: F401  (registers our models)
@@ -10,28 +11,33 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.console.terminal import text_table
-from torchtitan_lr.costs.described_run import Run, read_run, with_wire
+from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
+from torchtitan_lr.costs.layouts import GIB, Modelled, find_layouts
+from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight
+from torchtitan_lr.costs.messages import sent_bytes
 from torchtitan_lr.costs.rehearsal import rehearse_run
-from torchtitan_lr.costs.step_time import communication_seconds, step_time
-from torchtitan_lr.costs.step_traffic import (
-    WIRES,
-    averaged,
-    bytes_by_dim,
-    gradient_bytes,
-    step_traffic,
-)
+from torchtitan_lr.costs.step_time import communication_seconds
+from torchtitan_lr.costs.step_traffic import bytes_by_dim, gradient_bytes
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.launch.placement import fit
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, resolve_settings
 
 FULL_RANK = "full"  # the alternative that is a family; ``auto`` selects its plan
-GIB = 2**30
+
+SHOWN = 10  # of a run's layouts, the fastest
+_PARTS = {
+    "compute": "products on fewer tokens or rows",
+    "element_wise": "other kernels",
+    "exposed_communication": "communication that nothing hides",
+    "bubble": "the pipeline's idle time",
+    "optimizer": "the optimizer on larger shards",
+    "host": "the host, which launches its kernels",
+}
+"""Where a slower layout's time goes, by the parts of `StepTime`."""
 
 
 def read_runs(
@@ -66,14 +72,12 @@ def read_first(path: str, world: int | None, overrides: Sequence[str]) -> Run:
 def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | ConfigError]]:
     """Yield the run's model under plans, on the same ranks with the same batches and AdamW.
 
-    Or there is the reason why a plan cannot have it. All have one mode of checkpointing: the run's,
-    or ``full`` for ``low_rank`` beside full rank, which has no latents to keep. With context
-    parallelism all gather keys and values. A full-rank model is compared with its flavor's CoLA
-    model.
+    Or there is the reason why a plan cannot have it. A full-rank model is compared with its
+    flavor's CoLA model.
     """
     config, low = run.config, _low_rank(run)
     config = replace(config, parallelism=replace(config.parallelism, cp_gather="kv"))
-    if FULL_RANK in plans and run.checkpointing == "low_rank":
+    if FULL_RANK in plans and run.checkpointing == "low_rank":  # full rank has no latents to keep
         section = replace(config.activation_checkpoint, mode="full")
         config = replace(config, activation_checkpoint=section)
         check_job_config(config, run.world, "cuda", on_paper=True)
@@ -100,72 +104,57 @@ def _low_rank(run: Run) -> LlamaArgs:
 
 
 def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[str, Any]:
-    """Estimate runs that are compared: the first is that of the report, others are alternatives.
+    """Estimate runs that are compared, one in each of ``columns``.
 
-    Memory is of the rank that needs most, bytes of the pipeline rank that sends most, checkpoints
-    and tokens/s of all ranks. Where an optimizer's steps differ, ``comm_bytes`` are those of an
-    ordinary one, ``gradient_bytes`` and the time of an average one.
+    Memory and bytes are those of the ranks with most. Where an optimizer's steps differ,
+    ``comm_bytes`` are of an ordinary one, ``gradient_bytes`` and the time of an average one.
     """
-    (name, first), *others = runs.items()
-    assert isinstance(first, Run)
     columns: dict[str, Any] = {}
-    report = _column(first, hardware)
-    for other, run in others:
+    for name, run in runs.items():
         if isinstance(run, ConfigError):
-            columns[other] = {"refused": str(run)}
+            columns[name] = {"refused": str(run)}
         else:
-            columns[other] = _column(run, hardware)
-    return {"name": name, "hardware": hardware.name, **report, "alternatives": columns}
+            columns[name] = _column(run, hardware)
+    return {"hardware": hardware.name, "columns": columns}
 
 
 def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
-    rehearsal = rehearse_run(run)
-    ranks: list[dict[str, Any]] = []
-    traffic = []
-    for pp_rank in range(run.pp):
-        rows = step_traffic(run, pp_rank, rehearsal)
-        traffic.append(averaged(run, pp_rank, rows))
-        ranks.append(
-            {
-                "rank": pp_rank,
-                "stages": run.stages_of(pp_rank),
-                "units": list(run.units_of(pp_rank)),
-                "microbatches_in_flight": in_flight(run, pp_rank, rehearsal)[1],
-                "memory_bytes": rank_memory(run, pp_rank, rehearsal),
-                "comm_bytes": bytes_by_dim(rows, run.wire_dtypes),
-            }
-        )
-    heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
-    busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
-    time = step_time(run, traffic, hardware, rehearsal)
+    modelled = Modelled(run, hardware)
+    sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in modelled.sent]
+    busiest = max(range(run.pp), key=lambda rank: _total(sent[rank]))
+    time = modelled.time
     tokens_per_s = run.tokens_per_step / time.total
-    parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
-    report = {
+    parameters, flops = run.size
+    report: dict[str, Any] = {
         "world": run.world,
         "checkpointing": run.checkpointing,
         "parameters": parameters,
         "flops_per_token": flops,
-        "memory_bytes": heaviest["memory_bytes"],
-        "comm_bytes": busiest["comm_bytes"],
-        "gradient_bytes": gradient_bytes(run, busiest["rank"]),
+        "memory_bytes": max(modelled.memory, key=lambda parts: parts["peak"]),
+        "comm_bytes": sent[busiest],
+        "gradient_bytes": gradient_bytes(run, busiest),
         "checkpoint_bytes": checkpoint_bytes(run),
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
+        "kinds_of_steps": [],  # where they differ
     }
-    kinds: dict[str, dict[str, int]] = {}
-    seconds: dict[str, float] = {}
-    of_steps = run.optimizer.kinds_of_steps(busiest["rank"])
-    for kind, rows in (of_steps | run.outer.kinds_of_steps(busiest["rank"])).items():
-        by_wire = {wire: bytes_by_dim(rows, with_wire(run, wire).wire_dtypes) for wire in WIRES}
-        kinds[kind] = {wire: _total(sent) for wire, sent in by_wire.items()}
+    kinds = run.optimizer.kinds_of_steps(busiest) | run.outer.kinds_of_steps(busiest)
+    for kind, rows in kinds.items():
         took = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
-        seconds[kind] = sum(took.values())
-    if kinds:
-        what = {"name": run.entry.name, "bytes": kinds, "seconds": seconds}
-        report["kinds_of_steps"] = what
+        numbers = {"bytes": sent_bytes(rows, run.wire_dtypes), "seconds": sum(took.values())}
+        report["kinds_of_steps"].append({"kind": f"{run.entry.name}, {kind} step"} | numbers)
     if run.entry.cost is None:
         report["own_optimizer"] = run.entry.name
     if run.pp > 1:
-        report["pipeline_ranks"] = ranks
+        report["pipeline_ranks"] = [
+            {
+                "stages": run.stages_of(rank),
+                "units": list(run.units_of(rank)),
+                "microbatches_in_flight": in_flight(run, rank, rehearse_run(run))[1],
+                "memory_bytes": modelled.memory[rank],
+                "comm_bytes": sent[rank],
+            }
+            for rank in range(run.pp)
+        ]
     return report
 
 
@@ -175,24 +164,22 @@ def _total(comm_bytes: Mapping[str, Mapping[str, int]]) -> int:
 
 def as_text(report: dict[str, Any], hardware: Hardware) -> str:
     """Format the report as a table with one column per run, and what is the first run's alone."""
-    refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
-    columns = {report["name"]: report}
-    columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
+    refused = {n: c["refused"] for n, c in report["columns"].items() if "refused" in c}
+    columns = {n: c for n, c in report["columns"].items() if n not in refused}
     rows = [[name, *cells] for name, cells in _rows([*columns.values()])]
     lines = [text_table([report["hardware"], *columns], rows), ""]
-    for rank in report.get("pipeline_ranks", []):
+    first = next(iter(columns.values()))
+    for number, rank in enumerate(first.get("pipeline_ranks", [])):
         ends = [name for name in rank["units"] if not name.startswith("block")]
         parts = [f"stages {rank['stages']}", f"{len(rank['units']) - len(ends)} blocks", *ends]
         lines.append(
-            f"pipeline rank {rank['rank']}: {', '.join(parts)}; {rank['microbatches_in_flight']} "
+            f"pipeline rank {number}: {', '.join(parts)}; {rank['microbatches_in_flight']} "
             f"micro-batches in flight, {rank['memory_bytes']['peak'] / GIB:,.2f} GiB, "
             f"{_total(rank['comm_bytes']) / GIB:,.3f} GiB sent"
         )
-    kinds = report.get("kinds_of_steps", {"bytes": {}})
-    for kind, by_wire in kinds["bytes"].items():
-        sizes = [f"{size / GIB:,.3f} in {wire}" for wire, size in by_wire.items()]
-        took = f"{kinds['seconds'][kind]:.4g} s (modelled)"
-        lines.append(f"{kinds['name']}, {kind} step (GiB): {', '.join(sizes)}; {took}")
+    for kind in first["kinds_of_steps"]:
+        sent = f"{kind['bytes'] / GIB:,.3f} GiB, {kind['seconds']:.4g} s (modelled)"
+        lines.append(f"{kind['kind']}: {sent}")
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     for name, column in columns.items():
         if own := column.get("own_optimizer"):
@@ -216,12 +203,9 @@ def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     for dim, op in sorted(sent):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
         yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
-    for wire in WIRES:
-        sizes = [c["gradient_bytes"].get(wire) for c in columns]
-        cells = ["-" if size is None else _number(size / GIB) for size in sizes]
-        yield f"gradients, if in {wire} (GiB per step)", cells
-    sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
-    yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
+    yield "gradients (GiB per step)", [_number(c["gradient_bytes"] / GIB) for c in columns]
+    sizes = [_number(sum(c["checkpoint_bytes"].values()) / GIB) for c in columns]
+    yield "checkpoint (GiB, all ranks)", sizes
     for part in columns[0]["step_time"]:
         speed = part == "tokens_per_s"
         name = "tokens/s (all ranks, modelled)" if speed else f"{part} (s, modelled)"
@@ -230,3 +214,100 @@ def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
 
 def _number(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+
+
+def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[str, Any]:
+    """Find a run's layouts, see `find_layouts`; return them as a dictionary, the fastest first."""
+    check = partial(check_job_config, world_size=run.world, device_type="cuda", on_paper=True)
+    found, refused = find_layouts(run, hardware, check, splits)
+    found.sort(key=lambda layout: layout.time.total)
+    fitting = [layout for layout in found if layout.fits]
+    too_large = sorted((each for each in found if not each.fits), key=lambda each: each.peak)
+    return {
+        "hardware": hardware.name,
+        "world": run.world,
+        "layouts": [_row(layout, run) for layout in fitting],
+        "too_large": [_row(layout, run) for layout in too_large],
+        "refused": dict(refused),
+        "slower": _slower(fitting),
+    }
+
+
+def in_one_line(run: Run, hardware: Hardware) -> str:
+    """Say how long a run takes, and whether another layout is faster."""
+    own = _row(Modelled(run, hardware), run)
+    memory = own["peak_bytes"] / GIB / hardware.memory_gib
+    line = f"modelled: {own['days']:.2g} days, {own['mfu']:.0%} MFU, {memory:.0%} of "
+    line += f"{hardware.memory_gib:g} GiB"
+    others = report_layouts(run, hardware, splits=False)["layouts"] if run.world > 1 else []
+    times = own["step_time"]["total"] / others[0]["step_time"]["total"] if others else 0.0
+    if times > 1.1:
+        rows = f"{others[0]['microbatch']} rows x {others[0]['microbatches']}"
+        line += f"; {others[0]['layout']}, {rows} is modelled {times:.1f} times faster"
+    return line
+
+
+def _row(layout: Modelled, first: Run) -> dict[str, Any]:
+    run, seconds = layout.run, layout.time.total
+    hours = seconds * run.config.training.steps / 3600
+    _, flops = first.size  # of a token, in any layout
+    ideal = run.tokens_per_step * flops / (layout.hardware.peak_tflops * 1e12 * run.world)
+    return {
+        "layout": name_of(run),
+        "microbatch": run.microbatch,
+        "microbatches": run.rounds,
+        "step_time": asdict(layout.time) | {"total": seconds},
+        "mfu": ideal / seconds,
+        "peak_bytes": layout.peak,
+        "days": hours / 24,
+        "gpu_hours": hours * run.world,
+    }
+
+
+def name_of(run: Run) -> str:
+    """Return a layout's degrees above one, as ``tp 2, fsdp 16``."""
+    degrees = {"tp": run.tp, "pp": run.pp, "cp": run.cp, "replicas": run.replicas}
+    degrees["fsdp"] = run.shard // run.cp
+    return ", ".join(f"{key} {n}" for key, n in degrees.items() if n > 1) or "one rank"
+
+
+def _slower(fitting: list[Modelled]) -> list[dict[str, Any]]:
+    """Compare the fastest layout of each kind beyond the shown ones with the fastest of all."""
+    kinds: dict[tuple[int, int, int], Modelled] = {}
+    for layout in fitting:
+        kinds.setdefault((layout.run.tp, layout.run.pp, layout.run.cp), layout)
+    shown = fitting[:SHOWN]
+    rows = []
+    for layout in kinds.values():
+        if layout in shown:
+            continue
+        best, own = shown[0].time, layout.time
+        more = {part: getattr(own, part) - getattr(best, part) for part in _PARTS}
+        part = max(more, key=lambda name: more[name])
+        rows.append({"layout": name_of(layout.run), "times": own.total / best.total, "by": part})
+    return rows
+
+
+def layouts_as_text(report: dict[str, Any]) -> str:
+    """Format the fastest layouts as a table; the others by what they lose to."""
+    head = ["step", "products", "others", "exposed", "bubble", "optimizer", "host"]
+    head += ["MFU", "memory", "rows x rounds", "days", "GPU-hours"]
+    rows = []
+    for row in report["layouts"][:SHOWN]:
+        time = row["step_time"]
+        cells = [f"{time[part]:.3f}" for part in ("total", *_PARTS)]
+        cells += [f"{row['mfu']:.0%}", f"{row['peak_bytes'] / GIB:.1f}"]
+        cells += [f"{row['microbatch']} x {row['microbatches']}"]
+        cells += [f"{row['days']:.3g}", f"{row['gpu_hours']:,.0f}"]
+        rows.append([row["layout"], *cells])
+    title = f"{report['hardware']}, {report['world']:,} ranks"
+    lines = [text_table([title, *head], rows), "step and its parts in modelled seconds, memory GiB"]
+    for row in report["slower"]:
+        lines.append(f"{row['layout']}: {row['times']:.2f} times as long, by {_PARTS[row['by']]}")
+    if too_large := report["too_large"]:
+        least = too_large[0]
+        size = f"{least['layout']} needs least, {least['peak_bytes'] / GIB:.1f} GiB"
+        lines.append(f"{len(too_large)} do not fit: of them {size}")
+    for key, count in report["refused"].items():
+        lines.append(f"{count} are refused: {key}")
+    return "\n".join(lines)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG
+from torchtitan_lr.checkpoints.run_record import by_key
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import FREE, NO_EFFECT, meanings
@@ -108,13 +109,9 @@ def describe(folder: Path) -> Row:
 def _settings(folder: Path) -> dict[str, Any]:
     """Return the values of a run's record by their dotted keys; none of a damaged one."""
     try:
-        record = read_json(folder / RUN_CONFIG)
+        found = by_key(read_json(folder / RUN_CONFIG))
     except (OSError, ValueError):
         return {}
-    found: dict[str, Any] = {}
-    for section, table in record.items():
-        if isinstance(table, dict):
-            found |= {f"{section}.{key}": value for key, value in table.items()}
     flavor = found.get("model.flavor")
     if isinstance(flavor, str) and flavor.endswith(".json"):  # of an experiment: its folder is said
         found["model.flavor"] = Path(flavor).stem

@@ -59,14 +59,11 @@ def tell_modelled(placed: "Placement") -> None:
     name = DEVICES.get(gpu_name()) if placed.device == "cuda" else None
     if name is None:
         return
-    from torchtitan_lr.commands import estimate_layouts, estimate_report
+    from torchtitan_lr.commands.estimate_report import in_one_line
     from torchtitan_lr.costs.described_run import read_run
 
     hardware, run = load_hardware(name), read_run(placed.config, placed.environment.world_size)
-    report = estimate_report.estimate({"": run}, hardware)
-    compares = run.args.lanes == 1  # else a rank that has them all takes many seconds of a core
-    line = estimate_layouts.in_one_line(run, report, hardware, compares)
-    print(f"{hardware.name}, {line}", flush=True)
+    print(f"{hardware.name}, {in_one_line(run, hardware)}", flush=True)
 
 
 def gpu_name() -> str:

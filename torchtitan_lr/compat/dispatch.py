@@ -39,6 +39,9 @@ renamed, the import fails. The output of a new kernel would not be kept, and att
 silently run twice; a test compares this list with all operators of torch.
 """
 
+fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""A CPU's kernel; keys and values may have fewer heads than queries."""
+
 FLEX_ATTENTION = flex_attention
 """The operator of ``flex_attention``, in the graph of a compiled block."""
 

@@ -1,35 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Running without data and ranks: fake tensors, a fake process group, DTensor's shape inference.
+"""Running without data and ranks: fake tensors and a fake process group.
 
 Torch uses the classes in its own tests. Tested with torch 2.11 and 2.13.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-from torchtitan_lr.compat.dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-@contextmanager
-def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Replace `torch.nn.functional.rms_norm`, which `torch.nn.RMSNorm` looks up at every call."""
-    # If upstream calls another function, the norms of a block are counted as the CPU's several
-    # kernels, and its tests fail.
-    original = F.rms_norm
-    with patch.object(F, "rms_norm", function):
-        yield original
 
 
 @contextmanager
@@ -43,52 +23,3 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-class RehearsalMode(TorchDispatchMode):
-    """A dispatch mode that observes operators on local tensors.
-
-    It leaves out those by which DTensor infers shapes, on global tensors: there is no hook, so
-    ``ShardingPropagator._propagate_tensor_meta_non_cached`` is replaced. If DTensor infers shapes
-    elsewhere, memory estimates are too large and the tests of the rehearsal fail.
-    """
-
-    _finding_shapes = 0
-
-    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Look at an operator that has run."""
-        raise NotImplementedError
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Torch asks fake tensors for their device more often than for anything else. Passing the
-        # question on to the modes below would take a third of a rehearsal.
-        if func is torch.ops.prim.device.default:
-            return args[0].device
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if not self._finding_shapes:
-            self._observe(func, args, kwargs or {}, out)
-        return out
-
-    def __enter__(self) -> "Self":
-        infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def counting(*args: Any) -> Any:
-            self._finding_shapes += 1
-            try:
-                return infer_shapes(*args)
-            finally:
-                self._finding_shapes -= 1
-
-        name = "_propagate_tensor_meta_non_cached"
-        self._replacement = patch.object(ShardingPropagator, name, counting)
-        self._replacement.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._replacement.__exit__(*exception)

@@ -11,10 +11,12 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.compression.settings import CompressionSettings, compression_settings
 from torchtitan_lr.costs.hardware import MeshDim
+from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.optimizer_costs import NamedShapes, OptimizerCost, OuterCost, Shape
+from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.models.configured import empty_model, llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, imported
 from torchtitan_lr.parallel.capture import why_eager
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
@@ -161,6 +163,16 @@ class Run:
         return OuterCost(self)
 
     @cached_property
+    def size(self) -> tuple[int, int]:
+        """Parameters of the model, and FLOPs of a token."""
+        return self.args.get_nparams_and_flops(empty_model(self.args), self.seq_len)
+
+    @cached_property
+    def tp_messages(self) -> list[Traffic]:
+        """Collectives of tensor parallelism in a micro-batch, of all ranks of a pipeline."""
+        return model_traffic(self.args, self.settings, self.tp, self.tokens)
+
+    @cached_property
     def global_shapes(self) -> dict[str, Shape]:
         """Shape of every parameter of the whole model."""
         return model_shapes(self.args)
@@ -267,9 +279,3 @@ def read_run(config: Any, world: int) -> Run:
         raise ConfigError("model.name", config.model.name, "a model of this package")
     degree = config.parallelism.tensor_parallel_degree
     return Run(config, world, args, tp_settings(config, args, degree))
-
-
-def with_wire(run: Run, dtype: str) -> Run:
-    """Return the run whose gradients travel in another dtype."""
-    training = replace(run.config.training, mixed_precision_reduce=dtype)
-    return replace(run, config=replace(run.config, training=training))

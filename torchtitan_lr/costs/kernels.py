@@ -6,17 +6,17 @@ The recorder sees every operator below autograd, backward and recomputation incl
 
 import gc
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtitan_lr.compat import dispatch
-from torchtitan_lr.compat.fake import RehearsalMode, rms_norm_by
+from torchtitan_lr.compat.fake import FakeTensor
 
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in dispatch.ATTENTION_OPERATORS})
@@ -56,11 +56,8 @@ class Work:
             products[product] = products.get(product, 0.0) + times * number
         for heads, flops in other.attention.items():
             attention[heads] = attention.get(heads, 0.0) + times * flops
-        traffic, kernels = (
-            self.traffic + times * other.traffic,
-            self.kernels + times * other.kernels,
-        )
-        return Work(products, attention, traffic, kernels)
+        traffic = self.traffic + times * other.traffic
+        return Work(products, attention, traffic, self.kernels + times * other.kernels)
 
 
 def product_work(batch: int, m: int, n: int, k: int, itemsize: int) -> Work:
@@ -91,7 +88,7 @@ class _Kernel:
     last: int = 0  # bytes that the last of several operators writes
 
 
-class Recorder(RehearsalMode):
+class Recorder(dispatch.TorchDispatchMode):
     """Tracks the storages that operators allocate; records operators, what they read and write."""
 
     def __init__(self, outside: Collection[int] = ()) -> None:
@@ -102,6 +99,17 @@ class Recorder(RehearsalMode):
         self._at_most = self._numbers = 0
         self._storages: dict[int, _Storage] = {}
         self._operators: list[_Kernel] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # unwrap first: this mode then gets the calls on local tensors
+        out = func(*args, **(kwargs or {}))
+        # DTensor infers shapes by operators on fake tensors.
+        if not any(issubclass(kind, FakeTensor) for kind in types):
+            self._observe(func, args, kwargs or {}, out)
+        return out
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         # An operator on a list in place returns nothing.
@@ -168,6 +176,10 @@ class Recorder(RehearsalMode):
     def record(self, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Record a kernel that no operator of this machine stands for."""
         self._operators.append(_Kernel(self.backward, self._sizes(reads), self._sizes(writes)))
+
+    def rms_norm(self, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Any:
+        """Take `F.rms_norm`'s place: one kernel, which GPUs have."""
+        return _OneKernel.apply(x, weight, self)
 
     def _sizes(self, tree: Any, allocated: bool = False) -> _Sizes:
         sizes: _Sizes = {}
@@ -277,12 +289,3 @@ class _OneKernel(torch.autograd.Function):
         dx, dw = torch.empty_like(x), torch.empty_like(weight)
         ctx.recorder.record([x, *gradients], [dx, dw])
         return dx, dw, None
-
-
-def norm_in_one_kernel(recorder: Recorder) -> AbstractContextManager[Any]:
-    """Replace `F.rms_norm`, which the CPU has not as one kernel but GPUs have."""
-
-    def fused(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Any:
-        return _OneKernel.apply(x, weight, recorder)
-
-    return rms_norm_by(fused)

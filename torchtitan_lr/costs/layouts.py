@@ -9,12 +9,14 @@ be. A micro-batch has 1, 2, 4, … or 64 rows, of at most `MOST_TOKENS` tokens t
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.memory import rank_memory
+from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
 from torchtitan_lr.costs.step_traffic import averaged, step_traffic
@@ -25,44 +27,60 @@ MOST_TOKENS = 32768  # of a micro-batch on a rank: more make no product faster
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A layout with its fastest micro-batch that fits, else with its smallest one."""
+@dataclass
+class Modelled:
+    """A run on a kind of machine, as the model has it; lists are by pipeline rank."""
 
     run: Run
-    time: StepTime
-    peak: int  # bytes of the rank that needs most
+    hardware: Hardware
 
+    @cached_property
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes of a rank by part, see `rank_memory`."""
+        rehearsal = rehearse_run(self.run)
+        return [rank_memory(self.run, rank, rehearsal) for rank in range(self.run.pp)]
 
-@dataclass
-class Layouts:
-    """What a search over layouts found."""
+    @cached_property
+    def sent(self) -> list[list[Traffic]]:
+        """What a rank sends in an ordinary step."""
+        rehearsal = rehearse_run(self.run)
+        return [step_traffic(self.run, rank, rehearsal) for rank in range(self.run.pp)]
 
-    fitting: list[Layout] = field(default_factory=list)  # the fastest first
-    too_large: list[Layout] = field(default_factory=list)  # the smallest first
-    refused: Counter[str] = field(default_factory=Counter)  # layouts by the key that refuses them
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of an average step."""
+        mean = [averaged(self.run, rank, rows) for rank, rows in enumerate(self.sent)]
+        return step_time(self.run, mean, self.hardware, rehearse_run(self.run))
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs most."""
+        # The first stage keeps most micro-batches, but one in the middle may have more blocks.
+        return max(parts["peak"] for parts in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory."""
+        return self.peak <= self.hardware.memory_gib * GIB
 
 
 def find_layouts(
     run: Run, hardware: Hardware, check: Callable[[Any], None], splits: bool = True
-) -> Layouts:
+) -> tuple[list[Modelled], Counter[str]]:
     """Try all layouts of a run, or those alone that split neither products, rows nor the model.
 
-    ``check`` raises a ConfigError for a configuration that cannot run.
+    A layout has its fastest micro-batch that fits, else its smallest one. ``check`` raises a
+    ConfigError for a configuration that cannot run; the second result counts them by key.
     """
-    found = Layouts()
+    found, refused = [], Counter[str]()
     for config in _configs(run, hardware, splits):
         try:
             check(config)
         except ConfigError as error:
-            found.refused[error.key] += 1
-            continue
-        layout = _fastest(config, run.world, hardware)
-        fits = layout.peak <= hardware.memory_gib * GIB
-        (found.fitting if fits else found.too_large).append(layout)
-    found.fitting.sort(key=lambda layout: layout.time.total)
-    found.too_large.sort(key=lambda layout: layout.peak)
-    return found
+            refused[error.key] += 1
+        else:
+            found.append(_fastest(read_run(config, run.world), hardware))
+    return found, refused
 
 
 def _configs(run: Run, hardware: Hardware, splits: bool) -> Iterator[Any]:
@@ -102,52 +120,43 @@ def _laid_out(config: Any, tp: int, pp: int, cp: int, replicas: int, rows: int, 
     return replace(config, parallelism=section, training=training)
 
 
-def _fastest(config: Any, world: int, hardware: Hardware) -> Layout:
-    """Return the layout with its fastest micro-batch that fits, or with one row where none does.
+def _fastest(run: Run, hardware: Hardware) -> Modelled:
+    """Return a layout with its fastest micro-batch.
 
     The largest that fits has the largest products. In a pipeline it leaves the ranks idle longer,
     so that half of it is tried too.
     """
-    smallest = read_run(config, world)
     # Rows of a data-parallel rank in a step, of which a micro-batch has a divisor.
-    own = config.training.global_batch_size * smallest.cp // (smallest.shard * smallest.replicas)
-    most = min(own, MOST_TOKENS * smallest.cp // smallest.seq_len)
+    own = run.config.training.global_batch_size * run.cp // (run.shard * run.replicas)
+    most = min(own, MOST_TOKENS * run.cp // run.seq_len)
     batches = [n for n in (64, 32, 16, 8, 4, 2) if own % n == 0 and n <= most] + [1]
-    limit = hardware.memory_gib * GIB
-    fitting: list[Layout] = []
+    found: list[Modelled] = []
+    too_large: Run | None = None
     for batch in batches:
-        if batch > 1 and least_peak(config, batch, world) > limit:
+        tried = Modelled(with_batch(run, batch), hardware)
+        if batch > 1 and too_large and least_peak(tried.run, too_large) > hardware.memory_gib * GIB:
+            continue  # without a rehearsal
+        if batch > 1 and not tried.fits:
+            too_large = tried.run
             continue
-        layout = _model(with_batch(config, batch, world), hardware)
-        if layout.peak <= limit or batch == 1:
-            fitting.append(layout)
-        if len(fitting) == min(smallest.pp, 2):
+        found.append(tried)
+        if len(found) == min(run.pp, 2):
             break
-    return min(fitting, key=lambda layout: layout.time.total)
+    return min(found, key=lambda layout: layout.time.total)
 
 
-def with_batch(config: Any, batch: int, world: int) -> Run:
+def with_batch(run: Run, batch: int) -> Run:
     """Return a layout with a number of rows in a micro-batch."""
-    if config.parallelism.pipeline_parallel_degree > 1:
+    config = run.config
+    if run.pp > 1:
         section = replace(config.parallelism, pipeline_parallel_microbatch_size=batch)
-        config = replace(config, parallelism=section)
-    else:
-        config = replace(config, training=replace(config.training, local_batch_size=batch))
-    return read_run(config, world)
+        return replace(run, config=replace(config, parallelism=section))
+    training = replace(config.training, local_batch_size=batch)
+    return replace(run, config=replace(config, training=training))
 
 
-def least_peak(config: Any, batch: int, world: int) -> float:
-    """Return less than the first rank's peak: blocks keep so many times what they keep of a row."""
-    # A batch that does not fit is the slowest to rehearse: its loss has most chunks.
-    one = rehearse_run(with_batch(config, 1, world))
-    blocks = replace(one, block=one.block * batch, ends=0, working=0)
-    return 0.98 * rank_memory(with_batch(config, batch, world), 0, blocks)["peak"]
-
-
-def _model(run: Run, hardware: Hardware) -> Layout:
-    rehearsal = rehearse_run(run)
-    # The first stage keeps most micro-batches, but one in the middle may have more blocks.
-    peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in range(run.pp))
-    ranks = range(run.pp)
-    traffic = [averaged(run, rank, step_traffic(run, rank, rehearsal)) for rank in ranks]
-    return Layout(run, step_time(run, traffic, hardware, rehearsal), peak)
+def least_peak(run: Run, other: Run) -> float:
+    """Return less than the first rank's peak: blocks keep as much of a row as another batch's."""
+    known = rehearse_run(other)
+    of_rows = known.block * run.microbatch / other.microbatch
+    return 0.98 * rank_memory(run, 0, replace(known, block=of_rows, ends=0, working=0))["peak"]

@@ -275,11 +275,18 @@ class TSRCost(OptimizerCost):
         later = [self.sent(pp_rank, due) for due in self.refreshes(pp_rank)]
         return {
             "ordinary": self.traffic(pp_rank),
-            "all_refresh": self.sent(pp_rank, range(len(plans))),
             "first": self.sent(pp_rank, _due(plans, 0, 0)),
             "largest later": max(later, key=lambda rows: sent_bytes(rows, dtypes)),
             "average": self.mean_traffic(pp_rank),
         }
+
+    def own(self, pieces: NamedShapes) -> tuple[list[tuple[MatrixPlan, Shape]], NamedShapes]:
+        """Divide pieces into compressed ones, as they are projected, and those of AdamW."""
+        own = []
+        for name, piece in pieces.items():
+            if plan := self.plans.get(name):
+                own.append((plan, _oriented(plan, piece)))
+        return own, {name: piece for name, piece in pieces.items() if name not in self.plans}
 
     def state_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of bases and moments, fp32 or wider, of all model parts of a rank.
@@ -287,42 +294,29 @@ class TSRCost(OptimizerCost):
         A compressed matrix has U (m, r) and V (n, r), sharded like its rows and columns, and two
         moments (r, r); with one-sided projection U and two moments (r, n). Others have AdamW's.
         """
-        total, numbers = STEP_BYTES, 0
-        for name, piece in pieces.items():
-            if plan := self.plans.get(name):
-                m, n = _oriented(plan, piece)
-                total += COUNTER_BYTES
-                numbers += plan.rank * (m + n * plan.two_sided) + MOMENTS * plan.core_elements(n)
-            else:
-                numbers += MOMENTS * prod(piece)
-        return total + self.wide * numbers
+        own, others = self.own(pieces)
+        numbers = MOMENTS * sum(map(prod, others.values()))
+        for plan, (m, n) in own:
+            numbers += plan.rank * (m + n * plan.two_sided) + MOMENTS * plan.core_elements(n)
+        return STEP_BYTES + COUNTER_BYTES * len(own) + self.wide * numbers
 
     def buffer_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of the cores of a step."""
-        size = 0
-        for name, piece in pieces.items():
-            if plan := self.plans.get(name):
-                size += 4 * plan.core_elements(_oriented(plan, piece)[1])
-        return size
+        own, _ = self.own(pieces)
+        return 4 * sum(plan.core_elements(n) for plan, (_, n) in own)
 
     def work(self, pp_rank: int) -> Work:
         """Return projections and lifts, without refreshes: mostly decompositions of (k, k)."""
-        traffic, flops, count = 0.0, 0.0, 0
-        others = {}
-        for name, piece in self.run.pieces_of(pp_rank).items():
-            if plan := self.plans.get(name):
-                traffic += TSR_PASSES * self.wide * prod(piece)
-                flops += plan.step_flops(*_oriented(plan, piece))
-                count += 1
-            else:
-                others[name] = piece
-        traffic += self.adamw_traffic(others)
-        return Work({(flops, 0.0): 1}, traffic=traffic, kernels=TSR_KERNELS * count)
+        own, others = self.own(self.run.pieces_of(pp_rank))
+        flops = sum(plan.step_flops(*sides) for plan, sides in own)
+        passed = TSR_PASSES * self.wide * sum(prod(sides) for _, sides in own)
+        traffic = passed + self.adamw_traffic(others)
+        return Work({(flops, 0.0): 1}, traffic=traffic, kernels=TSR_KERNELS * len(own))
 
 
-def _oriented(plan: MatrixPlan, sides: Sequence[Side]) -> Sequence[Side]:
+def _oriented(plan: MatrixPlan, sides: Sequence[Side]) -> tuple[Side, ...]:
     """Return a parameter's sides, or what splits them, as rows and columns of its projection."""
-    return sides[::-1] if plan.transposed else sides
+    return tuple(reversed(sides) if plan.transposed else sides)
 
 
 def _due(plans: list[MatrixPlan], step: int, after: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@
 The order is torch's; each action takes its stage's time and waits for what it needs.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -73,12 +74,15 @@ def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[tuple[float, 
     while any(left):
         before = len(ends)
         for rank, actions in enumerate(left):
-            while actions and all(need in ends for need in _needs(actions[0], len(seconds))):
-                action = actions.popleft()
+            while actions:
+                action = actions[0]
+                needed = [ends.get(need, math.inf) for need in _needs(action, len(seconds))]
+                start = max(clocks[rank], max(needed, default=0.0))
+                if start == math.inf:  # one that it needs has not ended
+                    break
+                actions.popleft()
                 forward, backward = seconds[action.stage]
                 took = {"F": forward, "B": backward}.get(action.kind, backward / 2)
-                needed = [ends[need] for need in _needs(action, len(seconds))]
-                start = max([clocks[rank], *needed])
                 clocks[rank] = ends[action] = start + took
                 if action.kind == "I":  # all that the stage before needs
                     ends[Action("B", action.stage, action.microbatch)] = clocks[rank]

@@ -96,7 +96,10 @@ def communication_seconds(
 
 
 def model_step_time(
-    compute: float, sent: Mapping[str, float], element_wise: float = 0.0, optimizer: float = 0.0
+    compute: float,
+    sent: Mapping[str, float],
+    element_wise: float = 0.0,
+    optimizer: float = 0.0,
 ) -> StepTime:
     """Model one optimizer step of one rank that sends for `communication_seconds`."""
     hidden = min(sent["overlapped"], compute + element_wise)

@@ -17,10 +17,9 @@ from torchtitan_lr.compression.settings import (
     exchange_unit,
     is_compressed,
 )
-from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
+from torchtitan_lr.costs.described_run import Run, blocks_of, read_run
 from torchtitan_lr.costs.messages import Traffic, backward, forward, merge, sent_bytes
 from torchtitan_lr.costs.rehearsal import Rehearsal
-from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.ledger.ledger import COUNTS, STEP, reading_order
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.entries import ENTRIES
@@ -31,8 +30,7 @@ from torchtitan_lr.parallel.stages import stage_boundaries
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
     """Return a rank's traffic in an ordinary step; with a rehearsal, also what it sends again."""
     units = run.units_of(pp_rank)
-    passes = model_traffic(run.args, run.settings, run.tp, run.tokens)
-    passes += _context(run, pp_rank) + _stage_messages(run, pp_rank)
+    passes = run.tp_messages + _context(run, pp_rank) + _stage_messages(run, pp_rank)
     if rehearsal is not None:
         for stage in run.stages_of(pp_rank):
             in_halves = run.splits_backward and stage > 0
@@ -151,23 +149,12 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
     return dict(result)
 
 
-WIRES = ("float32", "bfloat16")  # values of ``training.mixed_precision_reduce``
-
-
-def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
-    """Return what a mean step's gradients take between data-parallel ranks, by dtype on the wire.
-
-    Cores and sketches are gradients too. A codec that cannot round has no bf16.
-    """
+def gradient_bytes(run: Run, pp_rank: int) -> int:
+    """Return what a mean step's gradients take between data-parallel ranks; cores are gradients."""
     roles = ("gradient", "index", "core", "sketch", "outer")
-    optimizer = [row for row in _mean_of_optimizers(run, pp_rank) if row.mesh_dim != "tp"]
-    rounds = not run.compresses or run.compression.codec.can_round
-    found = {}
-    for wire in WIRES if rounds else ("float32",):
-        other = with_wire(run, wire)
-        rows = [row for row in (*_data(other, pp_rank), *optimizer) if row.role in roles]
-        found[wire] = sent_bytes(rows, other.wire_dtypes)
-    return found
+    rows = _data(run, pp_rank) + _mean_of_optimizers(run, pp_rank)
+    own = [row for row in rows if row.role in roles and row.mesh_dim != "tp"]
+    return sent_bytes(own, run.wire_dtypes)
 
 
 def sent_per_step(config: Any, world: int) -> dict[str, int]:
@@ -175,16 +162,13 @@ def sent_per_step(config: Any, world: int) -> dict[str, int]:
 
     A run without a formula, or whose ranks share no gradients, has none.
     """
-    wire = config.training.mixed_precision_reduce
     if ENTRIES[config.optimizer.name].cost is None or llama_args(config) is None:
         return {}
     run = read_run(config, world)
-    baseline = gradient_bytes(replace(run, baseline=True), 0)[wire]
+    baseline = gradient_bytes(replace(run, baseline=True), 0)
     if not baseline:
         return {}
-    sent = gradient_bytes(run, 0)
-    # A codec that cannot round sends fp32.
-    return {"sent_bytes": sent.get(wire, sent["float32"]), "adamw_bytes": baseline}
+    return {"sent_bytes": gradient_bytes(run, 0), "adamw_bytes": baseline}
 
 
 IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")  # the keys that identify a row

@@ -80,7 +80,6 @@ class Plan:
         """Read the configuration of a family at a size; write the file of a flavor that is new."""
         from torchtitan_lr.costs.described_run import read_run
         from torchtitan_lr.models.args import LlamaArgs
-        from torchtitan_lr.models.configured import empty_model
         from torchtitan_lr.models.families import find_family
         from torchtitan_lr.models.flavors import write_model_args
 
@@ -108,7 +107,7 @@ class Plan:
         validated = placed.config.validation.enable
         require(validated, "validation.enable", False, "true: the fit reads the validation loss")
         run = read_run(placed.config, family.ranks)
-        total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
+        total, flops = run.size
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         tokens = run.tokens_per_step
         return Arm(overrides, counted, flops + run.optimizer.model_flops() / tokens, tokens)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lr.checkpoints.folders import write_whole
+from torchtitan_lr.checkpoints.run_record import by_key
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import NO_EFFECT
@@ -126,10 +127,7 @@ def settings_of(point: Point) -> dict[str, Any]:
         for section in ("low_rank", "caat", "model"):  # they make the arguments
             del sections[section]
         sections["model"] = {"hf_assets_path": config.model.hf_assets_path} | asdict(args)
-    found: dict[str, Any] = {}
-    for section, table in sections.items():
-        if section not in NO_EFFECT:
-            found |= {f"{section}.{key}": value for key, value in table.items()}
+    found = by_key({name: sections[name] for name in sections if name not in NO_EFFECT})
     unread = unread_keys(config.optimizer.name)
     read = {key: value for key, value in found.items() if not key.startswith(unread)}
     kept: dict[str, Any] = json.loads(json.dumps(read))  # tuples become lists

@@ -239,14 +239,17 @@ def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
 def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) -> list[str]:
     """Format a summary for the console; what is unknown, or damaged in the file, is a dash."""
 
-    def number(key: str, form: str, unit: str = "") -> str:
-        value = summary.get(key)
+    def number(key: str, form: str, unit: str = "", values: dict[str, Any] = summary) -> str:
+        value = values.get(key)
         return format(value, form) + unit if is_number(value) else "-"
 
+    found = summary.get("val_losses")
+    sets = found if isinstance(found, dict) else {}
     rows = {
         "steps": number("steps", ".0f"),
         "train loss": number("train_loss", ".4f", " nats/token"),
         "validation loss": number("val_loss", ".4f", " nats/token"),
+        **{f"validation loss of {name}": number(name, ".4f", " nats/token", sets) for name in sets},
         "unigram entropy": number("unigram_entropy", ".4f", " nats/token (validation tokens)"),
         "validation perplexity": number("val_ppl", ".2f"),
         "tokens/s": number("tokens_per_s", ",.0f", " (all ranks)"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lr.errors import escaped
 from torchtitan_lr.training import history as logged
-from torchtitan_lr.training.history import TRAIN_LOSS, train_loss
+from torchtitan_lr.training.history import TRAIN_LOSS, set_losses, train_loss
 
 History = list[dict[str, Any]]
 
@@ -132,6 +132,9 @@ def draw_curve(history: History, path: Path, title: str = "") -> Any:
     axes = figure.add_subplot()
     names = "training loss (thin: means of logged intervals)", "validation loss"
     draw_losses(axes, history, "tab:blue", "tab:orange", *names)
+    sets, others = set_losses(history), itertools.cycle(_COLORS[4:])  # the first ones are taken
+    for (name, key), color in zip(sets.items(), others, strict=False):
+        axes.plot(*series(history, key), color=color, label=f"validation loss of {name}", **DOTS)
     if entropies := series(history, logged.UNIGRAM_ENTROPY)[1]:
         label = f"unigram entropy {entropies[-1]:.2f} nats"
         axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)

@@ -70,6 +70,15 @@ def train_loss(record: dict[str, Any]) -> float | None:
     return loss
 
 
+def set_losses(history: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the keys of the losses of validation sets, in the order of their names' appearance."""
+    found = {}
+    for key in dict.fromkeys(key for record in history for key in record):
+        if key.startswith(VALIDATION) and key.endswith("/loss") and key != VALIDATION_LOSS:
+            found[key.removeprefix(VALIDATION).removesuffix("/loss")] = key
+    return found
+
+
 def perplexity(loss: float) -> float:
     """Return e to the loss (nats per token); infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
@@ -98,6 +107,7 @@ def build_summary(
         "steps": steps,
         "train_loss": train_loss(last),
         "val_loss": val_loss,
+        "val_losses": {name: val[-1].get(key) for name, key in set_losses(val).items()},
         "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
         "unigram_entropy": val[-1].get(UNIGRAM_ENTROPY) if val else None,
         "tokens_per_s": median_of(TOKENS_PER_S),

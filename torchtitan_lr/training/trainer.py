@@ -130,6 +130,8 @@ class Trainer(TitanTrainer):
         eager = why_eager(config, dims.world_size, self.device.type)
         if self.device.type == "cuda" and config.training.step_graph != "off":
             how = f"eager: {eager}" if eager else "captured after the first steps"
+            if not eager and dims.world_size > 1 and not config.metrics.comm_ledger:
+                how += "; metrics.comm_ledger runs logged steps eagerly, and then times the ranks"
             logger.info("Passes of a step: %s", how)
         self.watch = Watch(self.model_parts, self.device.type == "cuda", dims.cp * dims.tp)
         self.metrics_processor.watch = self.watch

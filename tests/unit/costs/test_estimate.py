@@ -11,21 +11,19 @@ import pytest
 from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands import train
-from torchtitan_lr.commands.estimate_report import alternatives, estimate
+from torchtitan_lr.commands.estimate_report import alternatives
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.costs.described_run import elements, read_run
 from torchtitan_lr.costs.hardware import DEVICES, MACHINES, load_hardware
+from torchtitan_lr.costs.layouts import Modelled
 from torchtitan_lr.costs.memory import static_memory
-from torchtitan_lr.costs.rehearsal import rehearse_run
-from torchtitan_lr.costs.step_time import step_time
 from torchtitan_lr.costs.step_traffic import (
     bytes_by_dim,
     gradient_bytes,
     sent_per_step,
     step_traffic,
 )
-from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.optim.entries import ENTRIES
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -71,9 +69,9 @@ def test_every_config(path):
 
 def test_json(script, capsys):
     assert script.main([DEBUG, *BLOCKS, "--json", "--training.local_batch_size=1"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    others = json.loads(capsys.readouterr().out)["columns"]
+    report = others.pop("as configured")
     assert report.keys() >= KEYS and report["world"] == 4
-    others = report["alternatives"]
     assert others.keys() == {"full", "vanilla", "btp"}
     assert all(column.keys() >= KEYS for column in others.values())
     parts = {"weights", "gradients", "optimizer", "activations", "working", "buffers", "peak"}
@@ -109,7 +107,7 @@ def test_what_a_mean_step_sends_counts_the_steps_that_differ(monkeypatch):
     run = paper_run(DEBUG, 4, ONE, BATCH_4, replicas, *own)
     told = sent_per_step(run.config, 4)
     seldom = paper_run(DEBUG, 4, ONE, BATCH_4, replicas, *own, "--optimizer.tsr_stagger", *SELDOM)
-    usual = gradient_bytes(seldom, 0)["float32"]
+    usual = gradient_bytes(seldom, 0)
     assert usual < told["sent_bytes"] < told["adamw_bytes"]
     plain = sent_per_step(paper_run(DEBUG, 4, ONE, BATCH_4, replicas).config, 4)
     assert plain["sent_bytes"] == plain["adamw_bytes"] == told["adamw_bytes"]
@@ -135,7 +133,7 @@ def test_what_outer_steps_send_and_hold():
     averaged = paper_run(path, None, "--outer.every=0")
     held, usual = (static_memory(each, 0)["optimizer"] for each in (run, averaged))
     assert held - usual == 3 * 4 * entries  # common weights, momentum and residual
-    sent, gradients = (gradient_bytes(each, 0)["float32"] for each in (run, averaged))
+    sent, gradients = (gradient_bytes(each, 0) for each in (run, averaged))
     assert gradients - sent == 4 * entries - kinds["average"]
     fragments = paper_run(path, None, "--outer.fragments=3", "--outer.bits=32")
     parts = [row.elements for row in fragments.outer.exchanges(0)]
@@ -150,14 +148,14 @@ def test_a_step_hides_a_message_that_travels_meanwhile(gbytes):
     hardware = replace(load_hardware("h100_10gbit"), inter_node_gbytes_per_s=gbytes)
     path = ROOT / "train_configs/muloco_1b.toml"
     runs = [paper_run(path, None, *more) for more in ([], ["--outer.overlap"])]
-    plain, overlaps = (estimate({"run": run}, hardware)["step_time"] for run in runs)
+    plain, overlaps = (Modelled(run, hardware).time for run in runs)
     (row,) = runs[0].outer.exchanges(0)
     message = 7 / 8 * row.elements / (gbytes * 1e9) + hardware.latency_us * 1e-6
-    computes = sum(plain[part] for part in ("compute", "element_wise"))
+    computes = plain.compute + plain.element_wise
     hidden = min(message, computes) / 30
     assert (message > computes) is (gbytes < 2)
-    assert plain["total"] - overlaps["total"] == pytest.approx(hidden, rel=1e-4)
-    more = overlaps["hidden_communication"] - plain["hidden_communication"]
+    assert plain.total - overlaps.total == pytest.approx(hidden, rel=1e-4)
+    more = overlaps.hidden_communication - plain.hidden_communication
     assert more == pytest.approx(hidden, rel=1e-4)
     pieces = runs[1].pieces_of(0)
     messages = 9 * row.elements / 8  # its own, and those of all
@@ -173,10 +171,7 @@ def test_thousands_of_ranks():
     parameters = elements(run.global_shapes)
     assert 4 * parameters / 1024 < held["weights"] < 1.01 * 4 * parameters / 1024 + 4 * 36 * 8192
     machine = load_hardware("h100")
-    times = {}
-    for name, other in alternatives(run, PLANS):
-        traffic = [step_traffic(other, 0)]
-        times[name] = step_time(other, traffic, machine, rehearse_run(other)).total
+    times = {n: Modelled(other, machine).time.total for n, other in alternatives(run, PLANS)}
     assert times["btp"] < min(times["full"], times["vanilla"])
 
 
@@ -192,7 +187,7 @@ def test_the_shares_of_readme():
     for *said, size in SHARES:
         cola = paper_run(f"cola_{size.lower()}")
         pair = cola, dict(alternatives(cola, PLANS))["full"]
-        low, full = (r.args.get_nparams_and_flops(empty_model(r.args), r.seq_len) for r in pair)
+        low, full = (run.size for run in pair)
         assert [f"{100 * a / b:.0f}" for a, b in zip(low, full, strict=True)] == said
 
 

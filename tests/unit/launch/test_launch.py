@@ -118,3 +118,13 @@ def test_what_is_told_beside_a_start(capsys):
     ended.set()
     launch._once_started(SimpleNamespace(agent=None), ended, lambda: told.append("never"))
     assert told == ["modelled"]
+
+
+def test_a_summary_has_a_line_for_each_validation_set():
+    folder = Path("run")
+    summary = {"val_loss": 4.6, "val_losses": {"books": 4.9, "code": None}}
+    lines = [line.split("  ") for line in launch.summary_lines(summary, folder, folder / "logs")]
+    shown = {parts[0]: parts[-1].strip() for parts in lines if "validation loss" in parts[0]}
+    losses = ["4.6000 nats/token", "4.9000 nats/token", "-"]
+    assert [*shown.values()] == losses and "validation loss of books" in shown
+    launch.summary_lines({"val_losses": 3}, folder, folder)  # a damaged file

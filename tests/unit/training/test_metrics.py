@@ -141,7 +141,7 @@ def test_history_survives_non_finite_values_and_a_torn_line(tmp_path):
 
 
 def records():
-    """Four steps, the last of an interval with a skipped one, and a validation."""
+    """Four steps, the last of an interval with a skipped one, and a validation on two sets."""
     logged = []
     speeds = (1.0, 100.0, 140.0, 120.0)
     intervals = (8.0, 7.0, 5.5, math.nan)
@@ -150,7 +150,8 @@ def records():
         record = {"step": step, "interval_loss": mean, "throughput/tokens_per_s": tps}
         logged.append(record | {"loss_metrics/global_avg_loss": loss})
     entropy = {"validation_metrics/unigram_entropy": 5.7}
-    return [*logged, {"step": 4, "validation_metrics/loss": 4.6, **entropy}]
+    losses = {"validation_metrics/loss": 4.6, "validation_metrics/books/loss": 4.9}
+    return [*logged, {"step": 4, **losses, **entropy}]
 
 
 def test_a_summary_has_the_last_losses_and_the_median_speed_without_the_first_window():
@@ -158,6 +159,7 @@ def test_a_summary_has_the_last_losses_and_the_median_speed_without_the_first_wi
         "steps": 4,
         "train_loss": 4.5,  # of its last batch, since a skipped step has no loss
         "val_loss": 4.6,
+        "val_losses": {"books": 4.9},
         "val_ppl": math.exp(4.6),
         "unigram_entropy": 5.7,
         "tokens_per_s": 120.0,
@@ -172,3 +174,5 @@ def test_a_summary_has_the_last_losses_and_the_median_speed_without_the_first_wi
 def test_the_curve_shows_means_of_intervals_and_not_single_batches(tmp_path):
     figure = draw_curve(records(), tmp_path / "curve.png")
     assert list(figure.axes[0].lines[0].get_ydata()) == [8.0, 7.0, 5.5, 4.5]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert (drawn["validation loss"], drawn["validation loss of books"]) == ([4.6], [4.9])
