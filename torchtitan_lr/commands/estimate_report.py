@@ -12,7 +12,12 @@ from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight, rank_memory
+from torchtitan_lr.costs.memory import (
+    checkpoint_bytes,
+    in_flight,
+    rank_memory,
+    with_kept_inputs,
+)
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import communication_seconds, step_time
 from torchtitan_lr.costs.step_traffic import (
@@ -119,6 +124,7 @@ def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[
 
 
 def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
+    run = with_kept_inputs(run, hardware.memory_gib * GIB)
     rehearsal = rehearse_run(run)
     ranks: list[dict[str, Any]] = []
     traffic = []
@@ -143,6 +149,7 @@ def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
     report = {
         "world": run.world,
         "checkpointing": run.checkpointing,
+        "keeps_inputs": run.keeps_inputs,
         "parameters": parameters,
         "flops_per_token": flops,
         "memory_bytes": heaviest["memory_bytes"],
@@ -204,7 +211,8 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
 
 def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "ranks", [f"{c['world']:,}" for c in columns]
-    yield "activation checkpointing", [c["checkpointing"] for c in columns]
+    kept = [c["checkpointing"] + ", inputs kept" * c["keeps_inputs"] for c in columns]
+    yield "activation checkpointing", kept
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
     yield "GFLOP per token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
     for part in columns[0]["memory_bytes"]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.memory import rank_memory
+from torchtitan_lr.costs.memory import largest_peak, rank_memory, with_kept_inputs
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
 from torchtitan_lr.costs.step_traffic import averaged, step_traffic
@@ -123,7 +123,9 @@ def _fastest(config: Any, world: int, hardware: Hardware) -> Layout:
             fitting.append(layout)
         if len(fitting) == min(smallest.pp, 2):
             break
-    return min(fitting, key=lambda layout: layout.time.total)
+    best = min(fitting, key=lambda layout: layout.time.total)
+    keeping = with_kept_inputs(best.run, limit)
+    return best if keeping is best.run else _model(keeping, hardware)
 
 
 def with_batch(config: Any, batch: int, world: int) -> Run:
@@ -145,9 +147,6 @@ def least_peak(config: Any, batch: int, world: int) -> float:
 
 
 def _model(run: Run, hardware: Hardware) -> Layout:
-    rehearsal = rehearse_run(run)
-    # The first stage keeps most micro-batches, but one in the middle may have more blocks.
-    peak = max(rank_memory(run, rank, rehearsal)["peak"] for rank in range(run.pp))
-    ranks = range(run.pp)
+    rehearsal, ranks = rehearse_run(run), range(run.pp)
     traffic = [averaged(run, rank, step_traffic(run, rank, rehearsal)) for rank in ranks]
-    return Layout(run, step_time(run, traffic, hardware, rehearsal), peak)
+    return Layout(run, step_time(run, traffic, hardware, rehearsal), largest_peak(run))
