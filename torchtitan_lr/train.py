@@ -11,8 +11,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, LostDeviceError, describe_error, escaped
 from torchtitan_lr.launch import placement, run_folder
+from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -121,7 +122,8 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
     record = partial(record_state, folder, signed, began)
     trainer: Trainer | None = None
     try:
-        trainer = trainer_class(config)
+        with inputs_decided(config):
+            trainer = trainer_class(config)
         if os.environ.get("RANK", "0") == "0":
             trainer.checkpointer.before_save = partial(run_folder.check_ours, folder, signed)
         trainer.before_start = partial(record, run_folder.RUNNING)
@@ -148,6 +150,23 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
     if status == 0:
         torch.distributed.destroy_process_group()
     return status
+
+
+@contextmanager
+def inputs_decided(config: Any) -> Iterator[None]:
+    """Decide ``activation_checkpoint.keep_inputs`` by this rank's GPU while its model is built."""
+    section = config.activation_checkpoint
+    configured = section.keep_inputs
+    if torch.cuda.is_available() and llama_args(config) is not None:
+        # Late, and before the ranks' process groups: it acts as a rank of one that does not exist.
+        from torchtitan_lr.costs.described_run import read_run
+        from torchtitan_lr.costs.memory import with_kept_inputs
+
+        run = read_run(config, placement.launched_ranks(config.comm.mode))
+        memory = torch.cuda.get_device_properties(None).total_memory
+        section.keep_inputs = with_kept_inputs(run, memory).config.activation_checkpoint.keep_inputs
+    yield
+    section.keep_inputs = configured
 
 
 def tell(error: Exception) -> tuple[str, str]:

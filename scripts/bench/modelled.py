@@ -30,6 +30,7 @@ from torchtitan_lr.costs.described_run import Run, elements, read_run
 from torchtitan_lr.costs.gram_messages import RULES
 from torchtitan_lr.costs.hardware import Hardware, load_hardware
 from torchtitan_lr.costs.kernels import Work
+from torchtitan_lr.costs.memory import with_kept_inputs
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import (
     kernel_seconds,
@@ -99,8 +100,6 @@ BOOST = "--model.flavor=1B_boost"
 FP32 = "--training.mixed_precision_param=float32"  # so are then the optimizer's products
 SHAPES = {"start": (32, 256), "ratio": (8, 1024), "wide": (24, 1024), "short": (2, 1024)}
 ALONE = "--parallelism.data_parallel_replicate_degree=1"
-
-
 Arguments = tuple[str, ...]
 
 
@@ -249,6 +248,7 @@ def steps() -> Iterator[list[str]]:
         for family, found in times.items():
             for graph, unit in kinds.values():
                 run = run_of((f"{family}_1b", BOOST, *_rows(batch, tokens), graph), 1)
+                run = with_kept_inputs(run, h100.memory_gib * 2**30)
                 rehearsal, host = rehearse_run(run), replace(h100, host_unit_us=unit)
                 traffic = [step_traffic(run, 0, rehearsal)]
                 found.append(step_time(run, traffic, host, rehearsal).total)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -37,6 +38,7 @@ from tests.support.support_matrix import NONE, Combination, SupportMatrix, neigh
 from torchtitan_lr.commands import measure_comm
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.costs import tsr_messages
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.memory import static_memory
 from torchtitan_lr.costs.messages import Traffic
@@ -362,7 +364,8 @@ def check_exchange(
         due = [index for index, plan in enumerate(plans) if plan.is_due(step, done[index])]
         for index in due:
             done[index] += 1
-        stated = bytes_by_dim([*others, *cost.sent(stage, due)], dtypes)
+        with patch.object(tsr_messages, "BUCKET", layout_runs.BUCKET):
+            stated = bytes_by_dim([*others, *cost.sent(stage, due)], dtypes)
         of_mesh = [row for row in rows if row["mesh_dim"] in paper.mesh]
         # Stages greet each other before the first step.
         own = [row for row in of_mesh if (row["scope"], row["mesh_dim"]) != ("step", "pp")]

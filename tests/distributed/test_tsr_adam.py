@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.optim.tsr import stack
+from torchtitan_lr.optim.tsr import stack, svd
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
@@ -41,6 +41,31 @@ def test_alone_with_a_group_it_trains_on_the_whole_batch(two_ranks: RankPool) ->
     for weights in two_ranks.run(train, 2):
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def decomposed(count: int, dtype: torch.dtype) -> tuple[float, int]:
+    """The largest change of shared decompositions from a rank's own, and how many it took."""
+    generator = torch.Generator().manual_seed(0)
+    squares = torch.randn(count, 37, 37, generator=generator, dtype=torch.float64).to(dtype)
+    own, taken, exact = svd._small_svd(squares), [], svd._small_svd
+
+    def counted(part: torch.Tensor) -> svd.SVD:
+        taken.append(len(part))
+        return exact(part)
+
+    with patch.object(svd, "_small_svd", counted):
+        shared = svd._shared_svd(squares, [dist.group.WORLD])
+    return max(float((a - b).abs().max()) for a, b in zip(own, shared, strict=True)), taken[0]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.0), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("count", "each"), [(1, 1), (2, 1), (7, 4)])
+def test_ranks_share_decompositions(
+    count: int, each: int, dtype: torch.dtype, limit: float, two_ranks: RankPool
+) -> None:
+    """To the bit in fp32. In fp64 the SVD itself rounds by the place of a matrix in memory."""
+    for error, taken in two_ranks.run(decomposed, count, dtype):
+        assert error <= limit and taken == each
 
 
 def train_with_a_drifting_replica(

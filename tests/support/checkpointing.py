@@ -12,6 +12,7 @@ def checkpointing(mode):
     section = ActivationCheckpoint(mode=name, preserve_rng_state=False)
     section.selective_ac_option = option or "2"
     section.low_rank_save_attention = False
+    section.keep_inputs = "on" if option == "kept" else "off"
     config = SimpleNamespace(
         activation_checkpoint=section,
         compile=SimpleNamespace(enable=False, components=[]),

@@ -219,7 +219,8 @@ def _needed(config: Any, world_size: int, ranks: int) -> float:
 
     run = read_run(config, world_size)
     rehearsal = rehearse_run(run, on_gpu=False)
-    peaks = [rank_memory(run, pp_rank, rehearsal)["peak"] for pp_rank in range(run.pp)]
+    ranked = (rank_memory(run, pp_rank, rehearsal, on_gpu=False) for pp_rank in range(run.pp))
+    peaks = [memory["peak"] for memory in ranked]
     return ranks * sum(peaks) / run.pp
 
 

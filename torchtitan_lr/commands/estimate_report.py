@@ -13,7 +13,7 @@ from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.layouts import GIB, Modelled, find_layouts
+from torchtitan_lr.costs.layouts import GIB, Modelled, find_layouts, with_inputs
 from torchtitan_lr.costs.memory import checkpoint_bytes, in_flight
 from torchtitan_lr.costs.messages import sent_bytes
 from torchtitan_lr.costs.rehearsal import rehearse_run
@@ -119,7 +119,8 @@ def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[
 
 
 def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
-    modelled = Modelled(run, hardware)
+    modelled = with_inputs(Modelled(run, hardware))
+    run = modelled.run
     sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in modelled.sent]
     busiest = max(range(run.pp), key=lambda rank: _total(sent[rank]))
     time = modelled.time
@@ -128,6 +129,7 @@ def _column(run: Run, hardware: Hardware) -> dict[str, Any]:
     report: dict[str, Any] = {
         "world": run.world,
         "checkpointing": run.checkpointing,
+        "keeps_inputs": run.keeps_inputs,
         "parameters": parameters,
         "flops_per_token": flops,
         "memory_bytes": max(modelled.memory, key=lambda parts: parts["peak"]),
@@ -191,7 +193,8 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
 
 def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "ranks", [f"{c['world']:,}" for c in columns]
-    yield "activation checkpointing", [c["checkpointing"] for c in columns]
+    kept = [c["checkpointing"] + ", inputs kept" * c["keeps_inputs"] for c in columns]
+    yield "activation checkpointing", kept
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
     yield "GFLOP per token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
     for part in columns[0]["memory_bytes"]:
@@ -235,7 +238,7 @@ def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[st
 
 def in_one_line(run: Run, hardware: Hardware) -> str:
     """Say how long a run takes, and whether another layout is faster."""
-    own = _row(Modelled(run, hardware), run)
+    own = _row(with_inputs(Modelled(run, hardware)), run)
     memory = own["peak_bytes"] / GIB / hardware.memory_gib
     line = f"modelled: {own['days']:.2g} days, {own['mfu']:.0%} MFU, {memory:.0%} of "
     line += f"{hardware.memory_gib:g} GiB"

@@ -451,6 +451,11 @@ class Optimizer:
     """TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
     smaller of the two per matrix ('auto'). The new bases are the same."""
 
+    tsr_share_refresh: Annotated[bool, FREE] = False
+    """TSRAdam: replicas, too, share a refresh's decompositions of (k, k), k = r + p, as ranks that
+    split a matrix always do. That sends k(2k + 1) numbers per matrix, and pays where a link has
+    more than about 3 Gbit/s (an H200 took 5.8 ms per matrix of k = 517)."""
+
     tsr_stagger: bool = False
     """TSRAdam: spread the matrices' refreshes over the interval, such that the most expensive step
     sends little; the first ones too with `tsr_start = "random"`."""
@@ -576,6 +581,12 @@ class ActivationCheckpoint:
 
     low_rank_save_attention: bool = True
     """'low_rank': also save attention's output and log-sum-exp, instead of recomputing them."""
+
+    keep_inputs: Literal["auto", "on", "off"] = "auto"
+    """'none', low-rank families: keep the inputs of products that backward can make again from what
+    is kept anyway: σ(A x), SwiGLU's product and, in compiled blocks, the normalized stream. That is
+    faster, for half as much memory again, at the same numbers. 'auto' keeps them on a GPU where the
+    estimate then needs at most nine tenths of its memory."""
 
     preserve_rng_state: bool = False
     """'full', 'selective': let a block of your own draw the same random numbers again."""

@@ -19,6 +19,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model, llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, imported
 from torchtitan_lr.parallel.capture import why_eager
+from torchtitan_lr.parallel.checkpoint_modes import keeps_inputs
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, tp_settings
@@ -109,7 +110,7 @@ class Run:
         training = self.config.training
         reduced = training.mixed_precision_reduce
         roles = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
-        wide = ("statistic", "loss", "core", "sketch", "gram", "momentum")
+        wide = ("statistic", "loss", "core", "sketch", "basis", "gram", "momentum")
         roles |= dict.fromkeys(wide, "float32") | dict.fromkeys(("gradient", "replicas"), reduced)
         roles["stored"] = reduced if reduced == "bfloat16" else training.dtype
         return roles | {"checksum": "int64", "index": "uint8", "outer": training.dtype}
@@ -134,6 +135,17 @@ class Run:
             compression = replace(config.grad_compression, codec="none")
             config = replace(config, optimizer=optimizer, grad_compression=compression)
         return not why_eager(config, self.world, "cuda")
+
+    @property
+    def steps_differ(self) -> bool:
+        """Whether some steps after the first ones cannot be those that were captured."""
+        counted = self.config.metrics.comm_ledger and self.world > 1
+        return bool(counted or not self.optimizer.steps_alike)
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether blocks keep inputs of products that backward can make again."""
+        return self.args.low_rank and keeps_inputs(self.config.activation_checkpoint)
 
     @property
     def compresses(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.memory import rank_memory
+from torchtitan_lr.costs.memory import rank_memory, with_kept_inputs
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
@@ -62,6 +62,12 @@ class Modelled:
     def fits(self) -> bool:
         """Whether every device has the memory."""
         return self.peak <= self.hardware.memory_gib * GIB
+
+
+def with_inputs(modelled: Modelled) -> Modelled:
+    """Return a run that keeps inputs of products, if it is to keep them where memory is left."""
+    keeping = with_kept_inputs(modelled.run, modelled.hardware.memory_gib * GIB)
+    return modelled if keeping is modelled.run else Modelled(keeping, modelled.hardware)
 
 
 def find_layouts(
@@ -142,7 +148,7 @@ def _fastest(run: Run, hardware: Hardware) -> Modelled:
         found.append(tried)
         if len(found) == min(run.pp, 2):
             break
-    return min(found, key=lambda layout: layout.time.total)
+    return with_inputs(min(found, key=lambda layout: layout.time.total))
 
 
 def with_batch(run: Run, batch: int) -> Run:

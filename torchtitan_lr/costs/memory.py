@@ -2,14 +2,16 @@
 """Memory of a rank of a run, part by part, and the size of its checkpoints."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torchtitan_lr.costs.described_run import Precision, Run, blocks_of, elements
 from torchtitan_lr.costs.optimizer_costs import NamedShapes
-from torchtitan_lr.costs.rehearsal import Rehearsal
+from torchtitan_lr.costs.rehearsal import Rehearsal, rehearse_run
 from torchtitan_lr.costs.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.costs.step_traffic import boundaries_of, exchanged_units
 
 ROTARY_BYTES = 8  # an entry of the rotary table, complex64
+KEEPS_WITHIN = 0.9  # of a GPU's memory: up to here inputs of products are kept
 
 
 def static_memory(run: Run, pp_rank: int, shard_rank: int = 0) -> dict[str, int]:
@@ -20,11 +22,14 @@ def static_memory(run: Run, pp_rank: int, shard_rank: int = 0) -> dict[str, int]
     return {"weights": weights, "gradients": weights, "optimizer": state}
 
 
-def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
+def rank_memory(
+    run: Run, pp_rank: int, rehearsal: Rehearsal, on_gpu: bool = True
+) -> dict[str, int]:
     """Return the bytes of every part on the first FSDP rank of a pipeline rank, and their peak.
 
     Gradients grow while activations are used up, so that the peak is less than the sum: both are
-    there at once only where an earlier micro-batch left its gradients.
+    there at once only where an earlier micro-batch left its gradients. Where some steps are eager
+    among captured ones, the graphs' pool has as much again.
     """
     parts = static_memory(run, pp_rank)
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
@@ -33,12 +38,30 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     begins = parts["activations"] + parts["working"]
     ends = parts["gradients"] + round(rehearsal.block)
     moving = parts["gradients"] + begins if run.rounds > 1 else max(begins, ends)
+    parts["graphs"] = moving if on_gpu and run.captured and run.steps_differ else 0
     if run.outer.every:  # an exchange comes after backward
         pieces = run.pieces_of(pp_rank)
         moving += run.outer.travelling_bytes(pieces)
         moving = max(moving, parts["gradients"] + run.outer.exchange_bytes(pieces))
-    standing = parts["weights"] + parts["optimizer"] + parts["buffers"]
+    standing = parts["weights"] + parts["optimizer"] + parts["buffers"] + parts["graphs"]
     return parts | {"peak": standing + moving}
+
+
+def largest_peak(run: Run) -> int:
+    """Return the peak of the pipeline rank that needs most."""
+    rehearsal = rehearse_run(run)
+    # The first stage keeps most micro-batches, but one in the middle may have more blocks.
+    return max(rank_memory(run, rank, rehearsal)["peak"] for rank in range(run.pp))
+
+
+def with_kept_inputs(run: Run, memory: float) -> Run:
+    """Decide ``activation_checkpoint.keep_inputs`` of a run on GPUs with so many bytes."""
+    section = run.config.activation_checkpoint
+    if section.keep_inputs != "auto" or section.mode != "none" or not run.args.low_rank:
+        return run
+    config = replace(run.config, activation_checkpoint=replace(section, keep_inputs="on"))
+    keeping = replace(run, config=config)
+    return keeping if largest_peak(keeping) <= KEEPS_WITHIN * memory else run
 
 
 def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:

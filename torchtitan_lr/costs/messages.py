@@ -21,8 +21,8 @@ class Traffic:
     op: str  # ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``
     # The kind of tensor, which determines the dtype: ``activation`` (or its gradient), at least
     # fp32 ``statistic`` and ``loss``, ``parameter``, ``gradient``, a codec's ``index``; TSR-Adam's
-    # ``core``, ``sketch`` and ``checksum``; a spectral optimizer's ``gram`` and ``momentum``;
-    # an exchange's ``outer``
+    # ``core``, ``sketch``, ``basis`` and ``checksum``; a spectral optimizer's ``gram`` and
+    # ``momentum``; an exchange's ``outer``
     role: str
     calls: int
     elements: int  # elements of all calls together

@@ -53,6 +53,8 @@ TSR_KERNELS = 4  # its products: two to project a gradient, and two to lift a co
 class OptimizerCost:
     """AdamW's: no messages, and two moments of every parameter."""
 
+    steps_alike = True  # whether a step's passes are those of any other
+
     def __init__(self, run: Run) -> None:
         self.run = run
 
@@ -228,6 +230,8 @@ class SpectralCost(MatrixCost):
 class TSRCost(OptimizerCost):
     """TSR-Adam: r × r cores of most steps, and sketches of those that refresh bases."""
 
+    steps_alike = False
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.settings = TSRSettings.from_config(run.config.optimizer)
@@ -248,7 +252,7 @@ class TSRCost(OptimizerCost):
                 matrices.append(TSRMatrix(plan, *over))
             else:
                 dense.append(prod(piece))
-        replicas = ("dp_replicate",) if run.replicas > 1 else ()
+        replicas = {"dp_replicate": run.replicas} if run.replicas > 1 else {}
         return tsr_traffic(matrices, refreshing, dense, replicas, self.settings)
 
     def traffic(self, pp_rank: int) -> list[Traffic]:

@@ -116,6 +116,8 @@ def rehearse_run(run: Run, mode: str | None = None, on_gpu: bool = True) -> Rehe
     )
     # Fake tensors have no generator whose state could be kept; it is a few kilobytes.
     section = replace(section, mode=mode, preserve_rng_state=False)
+    # Blocks run here uncompiled, where plans of several ranks keep inputs of products anyway.
+    section.keep_inputs = "on" if run.keeps_inputs and run.tp == 1 else "off"
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((workload, section))
     if key not in _KNOWN:

@@ -3,7 +3,8 @@
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
 replicas, one call per bucket, and dense gradients over the replicas. A refresh adds the sketches Y,
-Z and B, what their QR gathers, and checksums, in rounds of matrices that are alike.
+Z and B, what their QR gathers, bases that ranks find for each other, and checksums, in rounds of
+matrices that are alike.
 """
 
 from __future__ import annotations
@@ -96,14 +97,14 @@ def tsr_traffic(
     matrices: Sequence[TSRMatrix],
     refreshing: Collection[int],
     dense: Sequence[int],
-    replicas: tuple[str, ...],
+    replicas: Mapping[str, int],
     settings: TSRSettings,
 ) -> list[Traffic]:
     """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
     `matrices`, and the elements of a rank's part of all others, `dense`, are in the order of
     backward: the last module first. `replicas` is the mesh dimension of ranks with equal
-    parameters, if there is one.
+    parameters and their number, if there is one.
     """
     rows: list[Traffic] = []
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
@@ -121,13 +122,17 @@ def tsr_traffic(
     for kind in kinds:
         alike = [m for m in fresh if m.kind == kind]
         for bucket in _buckets(alike, [m.held for m in alike], BUCKET):
-            rows += _refresh(bucket, replicas, settings.moments == "rotate")
+            rows += _refresh(bucket, replicas, settings)
     return merge(rows)
 
 
-def _refresh(fresh: Sequence[TSRMatrix], replicas: tuple[str, ...], rotates: bool) -> list[Traffic]:
-    """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, signs, checksums.
+def _refresh(
+    fresh: Sequence[TSRMatrix], replicas: Mapping[str, int], settings: TSRSettings
+) -> list[Traffic]:
+    """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, bases, signs, checksums.
 
+    Of the bases (k, 2k + 1) of all matrices the ranks of a dimension each find a part, which those
+    of the next dimension share.
     Signs come from the sketch and then, for each projected side, from the earlier bases, in one sum
     with the test whether the new ones are orthonormal.
     """
@@ -139,16 +144,22 @@ def _refresh(fresh: Sequence[TSRMatrix], replicas: tuple[str, ...], rotates: boo
         other: Axis = "rows" if axis == "columns" else "columns"
         sketches, gathers = [], Counter[str]()
         for m in fresh:
-            over = () if m.refreshes_densely else replicas
+            over = () if m.refreshes_densely else (*replicas,)
             sketches.append(((*getattr(m, axis), *over), m.block[side] * m.plan.width))
             gathers.update(m.gathered(other))
         rows += _sums("sketch", sketches)
         rows += [_row("all_gather", "sketch", n, dim) for dim, n in gathers.items()]
+    found, k = len(fresh), fresh[0].plan.width
+    sharing = {**fresh[0].rows, **fresh[0].columns, **(replicas if settings.share_refresh else {})}
+    for dim, ranks in sharing.items():
+        if found > 1:
+            rows.append(_row("all_reduce", "basis", found * k * (2 * k + 1), dim))
+            found = ceil(found / ranks)
     both = [m for m in fresh if m.plan.two_sided]
     r = fresh[0].plan.rank
     signs: list[tuple[Sequence[TSRMatrix], Axis, int]]
     signs = [(fresh, "columns", r), (fresh, "rows", 2 * r), (both, "columns", 2 * r)]
-    if rotates:
+    if settings.moments == "rotate":
         signs += [(fresh, "rows", r * r), (both, "columns", r * r)]
     for matrices, axis, numbers in signs:
         rows += _sums("sketch", ((getattr(m, axis), numbers) for m in matrices))

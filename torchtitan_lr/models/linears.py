@@ -2,9 +2,10 @@
 """Low-rank linears, and the products of a group of linears with the gradients written out.
 
 A product keeps its input for the gradient of its weight. `gated_linear` keeps σ's or SwiGLU's
-factors alone and recomputes its input in backward: per token, memory falls by r for every
-bottleneck with σ but a block's last, and by 2 f for every SwiGLU. In compiled blocks the compiler
-decides what is kept (`compat.dispatch`).
+factors alone and makes its input again in backward: per token, memory falls by r for every
+bottleneck with σ but a block's last, and by 2 f for every SwiGLU. Or it keeps the input too
+(``activation_checkpoint.keep_inputs``). In compiled blocks the compiler does either
+(`compat.dispatch`).
 """
 
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ def unpadded(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Forward W (σ(gate) · up), with a padded W that is not kept; backward repeats the bracket."""
+    """Forward W (σ(gate) · up), with a padded W that is not kept; backward may repeat the input."""
 
     @staticmethod
     def forward(
@@ -86,14 +87,17 @@ class _GatedLinear(torch.autograd.Function):
         silu: bool,
         weight: Tensor,  # A (r, f), or B (d_out, r), not padded
         width: int,
+        keeps: bool,  # the bracket
     ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
+        product = Gated(gate, up, silu).product() if keeps else None
+        ctx.save_for_backward(gate, up, weight, product)
         end_recomputation(gate, up, weight)
         ctx.silu, ctx.width = silu, width
 
         def compute() -> tuple[Tensor]:
             used = padded(weight, width, gate.shape[-1])
-            return (F.linear(Gated(gate, up, silu).product(), used),)
+            x = Gated(gate, up, silu).product() if product is None else product
+            return (F.linear(x, used),)
 
         # Low-rank checkpointing keeps the latent A (σ(gate) · up), and repeats up-projections.
         (out,) = compute() if up is None else keep(compute)
@@ -101,24 +105,29 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor, None]:
-        gate, up, weight = ctx.saved_tensors
-        active = F.silu(gate) if ctx.silu else gate
-        dweight = gradient.flatten(0, -2).T @ (active if up is None else active * up).flatten(0, -2)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight, product = ctx.saved_tensors
+        silu = ctx.silu and (product is None or up is not None)
+        active = F.silu(gate) if silu else gate
+        if product is None:
+            product = active if up is None else active * up
+        dweight = gradient.flatten(0, -2).T @ product.flatten(0, -2)
         dgate, dup = gradient @ padded(weight, ctx.width, gate.shape[-1]), None
         if up is not None:
             dup = dgate * active
             dgate = dgate.mul_(up)  # in place: f-wide, and not needed any more
         if ctx.silu:
             dgate = torch.ops.aten.silu_backward(dgate, gate)
-        return dgate, dup, None, unpadded(dweight, weight), None
+        return dgate, dup, None, unpadded(dweight, weight), None, None
 
 
-def gated_linear(hidden: Gated, weight: Tensor, width: int | None = None) -> Tensor:
-    """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keep the factors alone."""
+def gated_linear(
+    hidden: Gated, weight: Tensor, width: int | None = None, keeps: bool = False
+) -> Tensor:
+    """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); maybe keep its input too."""
     # A (r, f) takes as many features as come, see `used_width`; the result (b, s, width) has r
-    # features by default, of B (d_out, r) it has d_out.
-    out: Tensor = _GatedLinear.apply(*hidden, weight, width or weight.shape[0])
+    # features by default, of B (d_out, r) it has d_out. Not within checkpointing: ``keeps``.
+    out: Tensor = _GatedLinear.apply(*hidden, weight, width or weight.shape[0], keeps)
     return out
 
 

@@ -34,6 +34,7 @@ class OneDevice:
     """Applies the weights of a model on one device; ``norm`` is the one in front of a group."""
 
     keeps_factors = True  # whether `down` gets SwiGLU's factors, not their product
+    keeps_inputs = False  # whether σ(h) and that product are kept for backward too
 
     def take_over(self, model: nn.Module) -> None:
         """Let all of a model apply its weights by this plan."""
@@ -71,7 +72,8 @@ class OneDevice:
         trains = torch.is_grad_enabled()
         if isinstance(x, Gated):
             if trains:
-                return [gated_linear(x, linear.A.weight) for linear in linears]
+                keeps = self.keeps_inputs
+                return [gated_linear(x, linear.A.weight, keeps=keeps) for linear in linears]
             x = x.product()
         x = x if norm is None else norm(x)
         if trains:
@@ -106,7 +108,8 @@ class OneDevice:
             weight = linear.B.weight
             width = used_width(weight, group.pads)
             if silu or width != weight.shape[0]:
-                outputs.append(gated_linear(Gated(h, None, silu), weight, width))
+                keeps = self.keeps_inputs and silu
+                outputs.append(gated_linear(Gated(h, None, silu), weight, width, keeps))
             else:
                 outputs.append(linear.B(h))
         return outputs

@@ -15,9 +15,10 @@ from torch import nn
 from torchtitan_lr.compat.autograd import checkpoint_wrapper, checkpointed_modules
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL
 from torchtitan_lr.compat.prefix_attention import PREFIX_ATTENTION
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.families import find_family
 from torchtitan_lr.models.low_rank_checkpoint import checkpoint_block, mark_in_graphs
+from torchtitan_lr.models.one_device import OneDevice, Planned
 from torchtitan_lr.parallel.context import GatheredAttention
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
@@ -49,9 +50,25 @@ def check_mode(config: Any) -> None:
     if section.mode == "low_rank" and family is not None and not family.low_rank:
         want = f"another mode for {family.model_name}, which has no low-rank activations"
         raise ConfigError(key, section.mode, want)
+    fits = section.keep_inputs != "on" or section.mode == "none"
+    want = f"'auto' unless {key} = 'none'"
+    require(fits, "activation_checkpoint.keep_inputs", "on", want)
     if section.mode not in EAGER_MODES and not compiles_model(config):
         want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
         raise ConfigError(key, section.mode, want)
+
+
+def keeps_inputs(section: Any) -> bool:
+    """Return whether low-rank blocks keep inputs of products that backward can make again."""
+    return section.mode == "none" and section.keep_inputs == "on"  # ``auto`` is resolved before
+
+
+def _keep_inputs(model: nn.Module) -> None:
+    plan = OneDevice()  # the plans of several ranks keep them anyway, if nothing is compiled
+    plan.keeps_inputs = True
+    for module in model.modules():
+        if isinstance(module, Planned) and module.plan is Planned.plan:
+            module.plan = plan
 
 
 def wrapping_period(section: Any, mode: str) -> int:
@@ -72,6 +89,8 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
     # ``activation_checkpoint``, ``compile`` and ``job``.
     section: Any = job_config.activation_checkpoint
     if section.mode == "none":
+        if keeps_inputs(section):
+            _keep_inputs(model)
         return
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)

@@ -10,7 +10,11 @@ from torchtitan_lr.compat.dispatch import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import errors_in_place
 from torchtitan_lr.models.one_device import OutputProjection
-from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint, compiles_model
+from torchtitan_lr.parallel.checkpoint_modes import (
+    apply_activation_checkpoint,
+    compiles_model,
+    keeps_inputs,
+)
 from torchtitan_lr.parallel.context import apply_context_parallel, context_ranks
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
@@ -31,8 +35,11 @@ def parallelize_llama(
         gather = job_config.parallelism.cp_gather
         apply_context_parallel(model, context_ranks(parallel_dims), gather)
     apply_activation_checkpoint(model, job_config)
+    keeps = keeps_inputs(job_config.activation_checkpoint)
+    if keeps:
+        logger.info("Inputs of products are kept for backward")
     if compiles_model(job_config):
-        apply_compile(model, job_config.compile.backend)
+        apply_compile(model, job_config.compile.backend, keeps)
     output, compiles = model.output, job_config.compile
     if isinstance(output, OutputProjection) and compiles.enable and "loss" in compiles.components:
         # What the head computes between the loss's two products.
@@ -41,10 +48,10 @@ def parallelize_llama(
     return model
 
 
-def apply_compile(model: nn.Module, backend: str) -> None:
+def apply_compile(model: nn.Module, backend: str, keeps: bool = False) -> None:
     """Compile each decoder block by itself: equal blocks share one compilation."""
-    # At full rank it costs time, and the latents that low rank keeps beside are not there.
-    remake_inputs_of_products(cast(LlamaArgs, model.model_args).low_rank)
+    # At full rank inputs are always kept: the latents that low rank keeps beside are not there.
+    remake_inputs_of_products(cast(LlamaArgs, model.model_args).low_rank and not keeps)
     layers = model.get_submodule("layers")
     for name, block in layers.named_children():
         compiled = torch.compile(block, backend=backend, fullgraph=True)

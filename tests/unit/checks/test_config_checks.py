@@ -35,6 +35,11 @@ REFUSALS = [
     ("parallelism.tensor_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
     ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),
     ("activation_checkpoint.mode=full compile.enable", "'full'", "'none' or 'low_rank'"),
+    (
+        "activation_checkpoint.keep_inputs=on activation_checkpoint.mode=full",
+        "'on'",
+        "'auto' unless",
+    ),
     ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
     ("parallelism.tp_plan=vanila", "'vanila'", " (did you mean 'vanilla'?)"),
     ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),

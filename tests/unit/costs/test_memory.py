@@ -2,8 +2,10 @@
 """Estimated memory by hand, and the size of a checkpoint against one that the trainer wrote."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.commands import ROOT
@@ -11,8 +13,16 @@ from tests.unit.tiny_trainer import tiny_trainer
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.costs.described_run import Precision, read_run
-from torchtitan_lr.costs.memory import checkpoint_bytes, gathered_unit_bytes
+from torchtitan_lr.costs.memory import (
+    KEEPS_WITHIN,
+    checkpoint_bytes,
+    gathered_unit_bytes,
+    largest_peak,
+    rank_memory,
+)
 from torchtitan_lr.costs.optimizer_costs import STEP_BYTES
+from torchtitan_lr.costs.rehearsal import rehearse_run
+from torchtitan_lr.train import inputs_decided
 
 DEBUG = ROOT / "train_configs" / "debug_tagc.toml"
 
@@ -55,3 +65,47 @@ def test_residuals_of_all_ranks():
     residuals = small.pop("residuals"), large.pop("residuals")
     assert residuals[0] > 0 and residuals[1] == pytest.approx(2 * residuals[0], rel=0.01)
     assert small == large
+
+
+def run_of(*options):
+    config = f"--job.config_file={ROOT / 'train_configs/debug_cola.toml'}"
+    return read_run(build_job_config([config, *options]), 4)
+
+
+KEEP = "--activation_checkpoint.keep_inputs="
+
+
+@pytest.mark.parametrize("configured", ["auto", "off"])
+def test_a_rank_keeps_inputs_where_its_gpu_has_room(configured, monkeypatch):
+    alone = "--parallelism.tensor_parallel_degree=1"
+    kept, made = (largest_peak(run_of(KEEP + how, alone)) for how in ("on", "off"))
+    assert kept > made
+    config = run_of(KEEP + configured, alone).config
+    section, memory = config.activation_checkpoint, SimpleNamespace()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for room, expected in ((kept + 1, "on"), (kept - 1, configured)):
+        memory.total_memory = room / KEEPS_WITHIN
+        with inputs_decided(config):
+            assert section.keep_inputs == (configured if configured == "off" else expected)
+        assert section.keep_inputs == configured
+
+
+@pytest.mark.parametrize(
+    ("options", "differs"),
+    [
+        ([], False),
+        (["--metrics.comm_ledger"], True),
+        (["--optimizer.name=TSRAdam", "--optimizer.tsr_overlap_buckets=1"], True),
+        (["--optimizer.name=TSRAdam"], False),  # no step is captured
+        (["--metrics.comm_ledger", "--training.step_graph=off"], False),
+    ],
+)
+def test_eager_steps_among_captured_ones_need_their_memory_again(options, differs):
+    run = run_of(*options, "--optimizer.tsr_rank=32")
+    rehearsal = rehearse_run(run)
+    here, on_cpu = (rank_memory(run, 0, rehearsal, on_gpu) for on_gpu in (True, False))
+    assert (here["graphs"] > here["activations"]) == differs
+    assert here["peak"] == on_cpu["peak"] + here["graphs"]
+    assert on_cpu["graphs"] == 0

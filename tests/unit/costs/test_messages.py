@@ -128,7 +128,7 @@ def test_tsr_adds_up_to_the_honest_counting(refresh: Any) -> None:
     dense = [shape.vocab_size * shape.dim] + [shape.dim] * (2 * shape.n_layers + 1)
     counted = []
     for refreshing in (range(len(matrices)), ()):
-        rows = tsr_traffic(matrices, refreshing, dense, ("dp_replicate",), settings)
+        rows = tsr_traffic(matrices, refreshing, dense, {"dp_replicate": 2}, settings)
         roles = ("core", "gradient", "sketch")
         counted.append(sum(row.elements for row in rows if row.role in roles))
     expected, peak = honest_tsr(shape, TSRShape(256, 64, interval, refresh=refresh))
@@ -146,12 +146,28 @@ def test_buckets_and_blocks_of_tsr() -> None:
     assert blocks == [(10, 9), (3, 9), (2, 5)]
 
 
+def test_ranks_that_share_decompositions_send_bases() -> None:
+    """Seven matrices of k = 3 over FSDP; then four of them, or all seven, over the replicas."""
+    plans = plan_matrices({str(i): (9, 8) for i in range(7)}, TSRSettings(rank=2, oversampling=1))
+
+    def bases(split: dict[str, int], shares: bool) -> dict[str, int]:
+        settings = TSRSettings(rank=2, oversampling=1, share_refresh=shares)
+        matrices = [TSRMatrix(plan, split) for plan in plans.values()]
+        rows = tsr_traffic(matrices, range(7), [], {"dp_replicate": 3}, settings)
+        return {row.mesh_dim: row.elements for row in rows if row.role == "basis"}
+
+    assert bases({}, False) == {}
+    assert bases({"fsdp": 2}, False) == {"fsdp": 7 * 3 * 7}
+    assert bases({"fsdp": 2}, True) == {"fsdp": 7 * 3 * 7, "dp_replicate": 4 * 3 * 7}
+    assert bases({"fsdp": 8}, True) == {"fsdp": 7 * 3 * 7}
+
+
 @pytest.mark.parametrize("ranks", [8, 31, 32, 1024])
 def test_a_refresh_gathers_rows_or_triangles(ranks: int) -> None:
     """16,384 rows are less than 32 triangles of 517 rows, and more than 31."""
     settings = TSRSettings(rank=512, refresh="sketch", power_iterations=0)
     plan = plan_matrices({"w": (16384, 4096)}, settings)["w"]
-    traffic = tsr_traffic([TSRMatrix(plan, {"fsdp": ranks})], [0], [], (), settings)
+    traffic = tsr_traffic([TSRMatrix(plan, {"fsdp": ranks})], [0], [], {}, settings)
     (gather,) = [row for row in traffic if row.op == "all_gather"]
     assert (gather.calls, gather.elements) == (1, gathered_elements(16384, 517, ranks))
     assert (gather.elements == ranks * 517**2) == (ranks < 32)

@@ -24,7 +24,7 @@ from torchtitan_lr.parallel.plans import resolve_settings
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.
-CASES = [("cola", mode) for mode in ("selective 2", "low_rank")]
+CASES = [("cola", mode) for mode in ("selective 2", "low_rank", "none kept")]
 CASES += [("full", "none"), *nightly(("lax", "low_rank"), ("cola", "none"), ("cola", "full"))]
 CONTROL = {"cola": "full", "lax": "low_rank", "full": "full"}
 
@@ -61,7 +61,7 @@ def test_saved_activations(family, mode):
     part = rehearsed(family, mode)
     estimate = LAYERS * part.block + part.ends
     assert estimate == alive
-    if mode == "none":
+    if mode in ("none", "none kept"):
         assert estimate == packed
     # The control: what another mode keeps is another number.
     other = rehearsed(family, "none" if mode != "none" else CONTROL[family])

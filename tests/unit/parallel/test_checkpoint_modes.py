@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from tests.unit.tiny import build_tiny
+from tests.support.checkpointing import checkpointing
+from tests.support.nightly import nightly
+from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.models.low_rank_checkpoint import Recomputation, keep
 from torchtitan_lr.parallel.checkpoint_modes import EAGER_MODES, apply_activation_checkpoint
+from torchtitan_lr.parallel.parallelize import apply_compile
 from torchtitan_lr.titan.base import ActivationCheckpoint
 
 
@@ -119,3 +122,42 @@ def test_a_stage_wraps_the_blocks_that_the_whole_model_wraps(held, expected):
             del model.layers[name]
         apply_activation_checkpoint(model, EVERY_SECOND)
         assert wrapped(model) == expected
+
+
+def passed(family, dtype, keeps):
+    """Output, gradients and the bytes that blocks keep for backward; compiled in bf16."""
+    torch.compiler.reset()
+    model, kept = build_tiny(family, dtype, n_layers=2), {}
+    x = model.tok_embeddings(tokens(model.model_args)).detach().requires_grad_()
+    outside = {leaf.data_ptr() for leaf in (*model.layers.parameters(), model.freqs_cis)}
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.data_ptr() not in outside:
+            kept[saved.data_ptr()] = saved.nbytes
+        return saved
+
+    checkpointing("none kept" if keeps else "none")(model)
+    if dtype == torch.bfloat16:
+        apply_compile(model, "inductor", keeps)
+    out, latents = x, None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        for block in model.layers.values():
+            out, latents = block(out, model._rows(None, None, dtype), latents)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.layers.parameters())], sum(kept.values())
+
+
+FAMILIES = ("svd", "cola", "lax")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in FAMILIES),
+        *nightly(*((family, torch.bfloat16) for family in FAMILIES)),
+    ],
+)
+def test_kept_inputs_change_no_bit(family, dtype):
+    (made, less), (kept, more) = (passed(family, dtype, keeps) for keeps in (False, True))
+    assert all(a.equal(b) for a, b in zip(made, kept, strict=True))
+    assert more > 1.05 * less

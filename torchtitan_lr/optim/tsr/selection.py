@@ -42,6 +42,7 @@ class TSRSettings:
     projection: Literal["two_sided", "one_sided"] = "two_sided"
     compress_head: bool = False
     overlap_buckets: int = 4
+    share_refresh: bool = False
 
     @classmethod
     def from_config(cls, optimizer: Any) -> "TSRSettings":

@@ -64,6 +64,10 @@ class MatrixStack:
         self.shards = Shards(rows, columns, *block)
         # Elements that a refresh of one matrix holds and gathers at a time.
         self.held = plan.held(block, sizes)
+        # The groups whose ranks share a refresh's small decompositions.
+        self.sharing = (*rows, *columns)
+        if settings.share_refresh and groups.replicas is not None:
+            self.sharing += (groups.replicas,)
         # Whether a refresh sums dense gradients, not sketches, over the replicas.
         self.sends_dense, _ = plan.sends(*block)
         # The number of ranks that split a core, and the groups whose ranks have terms of it.
@@ -116,9 +120,8 @@ class MatrixStack:
         own = [own_part(self.parameters[0], sketch, {self.column_dim: 0}) for sketch in full]
         old_U, old_V = read(self.U, indices), None if self.V is None else read(self.V, indices)
         batch = Batch(gradients, self.shards, None if self.sends_dense else self.groups)
-        U, S, V = randomized_svd(
-            batch, torch.stack(own), self.plan.rank, self.plan.power_iterations, (old_U, old_V)
-        )
+        how = self.plan.rank, self.plan.power_iterations, (old_U, old_V), self.sharing
+        U, S, V = randomized_svd(batch, torch.stack(own), *how)
         depends = [t for t in (self.U, self.V, self.exp_avg, self.exp_avg_sq) if t is not None]
         states = {}
         for i in indices:

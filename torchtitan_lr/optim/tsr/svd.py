@@ -67,6 +67,7 @@ def randomized_svd(
     rank: int,
     power_iterations: int,
     earlier: tuple[Tensor | None, Tensor | None] = (None, None),
+    sharing: Sequence[dist.ProcessGroup] = (),
 ) -> SVD:
     """Compute the leading r singular triplets of matrices (Algorithm 1's refresh).
 
@@ -84,7 +85,8 @@ def randomized_svd(
 
     ``sketches`` are Ω (b, n, k), the rows of the common random draw for this rank's columns.
     ``earlier`` are the previous bases U (b, m, r) and V (b, n, r), None for a side that is not to
-    be aligned. They are zeros, or random, before the first refresh.
+    be aligned. They are zeros, or random, before the first refresh. ``sharing`` are groups of ranks
+    that share the small decompositions, which all of them need.
     """
     shards = batch.shards
     # Y = GΩ, a sketch of the range of G, and its basis Q.
@@ -98,7 +100,7 @@ def randomized_svd(
     Q_b, R_b = tsqr(B, shards.n, shards.columns)  # (b, n, k) and (b, k, k)
     # A non-finite gradient makes R_b non-finite on every rank, where a decomposition may not end.
     # Its singular values become NaN instead, and so does the gradient's norm.
-    small = _small_svd(torch.nan_to_num(R_b.mT, 0.0, 0.0, 0.0))
+    small = _shared_svd(torch.nan_to_num(R_b.mT, 0.0, 0.0, 0.0), sharing)
     S = small.S + (R_b * 0).sum(dim=(-2, -1))[:, None]  # (b, k)
     U, V = Q @ small.U[..., :rank], Q_b @ small.V[..., :rank]
     # The sketch's sign, or zero if σ is below rounding error.
@@ -131,6 +133,23 @@ def _turns(basis: Tensor, old: Tensor, keep: Tensor, groups: Iterable[dist.Proce
     wrong = (ones - keep[:, 0].abs()).abs().amax(dim=-1, keepdim=True) > eps**0.25
     # Near zero the sign would be that of rounding noise, which layouts do not share.
     return _signs(products + eps**0.5).masked_fill(wrong, torch.nan)
+
+
+def _shared_svd(squares: Tensor, groups: Sequence[dist.ProcessGroup]) -> SVD:
+    """Decompose matrices (b, k, k) that all ranks of some groups have: each rank a part of them."""
+    if not groups or len(squares) == 1:
+        return _small_svd(squares)
+    group, *others = groups
+    count, k, _ = squares.shape
+    size = -(-count // group.size())
+    padded = torch.nn.functional.pad(squares, (0, 0, 0, 0, 0, size * group.size() - count))
+    own = slice(group.rank() * size, (group.rank() + 1) * size)
+    part = _shared_svd(padded[own], others)
+    found = squares.new_zeros(len(padded), k, 2 * k + 1)
+    found[own] = torch.cat([part.U, part.S[..., None], part.V], dim=-1)
+    # Of the terms of a sum all but one are 0, so that nothing is rounded.
+    U, S, V = summed(found[:count], [group]).split([k, 1, k], dim=-1)
+    return SVD(U, S[..., 0], V)
 
 
 def _small_svd(square: Tensor) -> SVD:

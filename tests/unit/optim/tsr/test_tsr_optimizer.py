@@ -184,11 +184,13 @@ def test_bases_of_warm_refreshes_become_the_leading_ones(monkeypatch):
     weights, optimizer = build(replace(SETTINGS, refresh_interval=1))
     stack, _ = optimizer._compressed[weights[MATRIX]]
     stack.__class__ = warm.WarmStack
-    for seed in (1, *[0] * 60):  # the SVD of another gradient comes first
+    # The SVD of another gradient comes first, and at the end one of the other sign.
+    for seed, sign in ((1, 1), *[(0, 1)] * 60, (0, -1)):
+        sides = stack.U[0].clone(), stack.V[0].clone()
         optimizer.begin()
         with optimizer.micro_batch(last=True):
             give(weights, seed)
-            G = weights[MATRIX].grad.clone()
+            G = weights[MATRIX].grad.mul_(sign).clone()
         optimizer.finish_sums()
         optimizer.step()
         U, V = stack.U[0], stack.V[0]
@@ -197,6 +199,7 @@ def test_bases_of_warm_refreshes_become_the_leading_ones(monkeypatch):
     for found, exact in ((U, left[:, :3]), (V, right[:3].T)):
         torch.testing.assert_close(found.T @ found, torch.eye(3, dtype=torch.float64))
         torch.testing.assert_close(found @ found.T, exact @ exact.T, rtol=0, atol=1e-6)
+    torch.testing.assert_close((U, V), sides, rtol=0, atol=1e-5)  # kept moments keep their signs
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["", "saves"])
