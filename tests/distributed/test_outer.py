@@ -228,8 +228,7 @@ def test_what_is_not_finite_is_not_exchanged(where: str, what: str, two_ranks: R
 @pytest.mark.parametrize(
     ("more", "layout"),
     [
-        ([], degrees(local_batch=2)),
-        *nightly(([], degrees(tensor=2, local_batch=4))),
+        *nightly(([], degrees(local_batch=2)), ([], degrees(tensor=2, local_batch=4))),
         (["--outer.fragments=2", "--outer.overlap"], degrees(pipeline=2, local_batch=4)),
     ],
     ids=["fsdp", "tensor", "pipeline-streaming"],
