@@ -81,13 +81,10 @@ USUAL = [
     {"family": "lax", "data": "replicas", "pipeline": "1F1B", "accumulation": "twice"},
     {"family": "lax", "tensor": "vanilla", "pipeline": "1F1B", "checkpointing": "full"},
     {"family": "svd", "tensor": "btp", "compile": "blocks"},
+    {"family": "cola", "context": "shared", "compile": "blocks", "checkpointing": "low_rank"},
     {
         **{"family": "cola", "data": "hsdp", "accumulation": "twice"},
         **{"optimizer": "muon", "outer": "steps"},
-    },
-    {
-        **{"family": "cola", "data": "replicas", "context": "shared", "compile": "blocks"},
-        **{"checkpointing": "low_rank", "outer": "steps"},
     },
     # What is left, on two ranks.
     {"family": "svd", "pipeline": "GPipe", "accumulation": "twice"},
@@ -166,7 +163,7 @@ def test_every_value_is_used() -> None:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short documents, pairs of which many have few labels, and 13 validation sequences."""
+    """Short documents, pairs of which many have few labels, and 7 validation sequences."""
     folder = tmp_path_factory.mktemp("texts")
     source = random.Random(0)
 
@@ -175,7 +172,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     documents = [{"text": words(2, 9)} for _ in range(300)]
     pairs = [{"prompt": words(1, 4), "completion": " " + words(1, 12)} for _ in range(300)]
-    held_out = [{"text": f"def power{i}(x):\n    return x ** {i} + {7 * i}\n"} for i in range(6)]
+    held_out = [{"text": f"def power{i}(x, y):\n    return x ** {i} + {7 * i}\n"} for i in range(3)]
     for file, records in {"documents": documents, "pairs": pairs, "held_out": held_out}.items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{file}.jsonl").write_text(lines)
@@ -408,7 +405,7 @@ def check_neighbour(
 ) -> None:
     """A checkpoint goes on with one dimension of the mesh less."""
     near = neighbour(MATRIX, combination)
-    arguments = [*options(combination), *MATRIX.arguments(near, "eager")]
+    arguments = [*options(combination), *MATRIX.arguments(near, "eager"), "--validation.no_enable"]
     ranks = pool(world_size(near))
     if compresses(near):
         for error in ranks.errors(layout_runs.go_on, arguments, folder):
@@ -421,7 +418,7 @@ def check_neighbour(
 
 
 @pytest.mark.parametrize(
-    "name", ["cola", "finetune", "tsr", *nightly("full", "svd", "lax", "caat")]
+    "name", ["cola", *nightly("finetune", "tsr", "full", "svd", "lax", "caat")]
 )
 def test_a_debug_file_has_the_same_losses_on_any_ranks(
     name: str, one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool

@@ -4,7 +4,6 @@
 What an outer step does to a parameter, and how messages are coded, is in `tests/unit/optim`.
 """
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -111,6 +110,7 @@ def test_replicas_are_plain_models_with_norms_of_their_own(two_ranks: RankPool) 
 
 SAVED = 2  # half of the steps
 SAVING = [*RUN, *APART, "--validation.dataset=training", "--validation.steps=1"]
+SAVING.append(f"--checkpoint.interval={SAVED}")
 PURE = [*SAVING, *degrees(local_batch=4)]
 
 
@@ -146,16 +146,15 @@ def test_a_resume_is_exact_and_bytes_are_those_of_exchanges(
     for key, common in ((TRAIN_COMMON, [1, 0, 0, 1]), (VALIDATION_COMMON, [0, 0, 1, 1])):
         assert [record[key] for record in records if key in record] == common
     if bits == 32:
-        for layout in (degrees(local_batch=2), degrees(tensor=2, local_batch=4)):
-            folder = str(shutil.copytree(other, tmp_path / str(len(list(tmp_path.iterdir())))))
-            again = four_ranks.run(layout_runs.go_on, [*SAVING, *layout], folder)[0]
-            assert largest_difference(again, run) < EXACT
-    check_another_number(f"{other}/checkpoint/step-{SAVED}", bits, two_ranks, four_ranks)
+        again = four_ranks.run(layout_runs.go_on, [*SAVING, *degrees(local_batch=2)], other)[0]
+        assert largest_difference(again, run) < EXACT
+    else:
+        check_another_number(f"{other}/checkpoint/step-{SAVED}", two_ranks, four_ranks)
 
 
-def check_another_number(step: str, bits: int, two: RankPool, four: RankPool) -> None:
+def check_another_number(step: str, two: RankPool, four: RankPool) -> None:
     """Replica k takes the saved replica k mod K, and no residual; the model is the common one."""
-    options = [*SAVING, f"--outer.bits={bits}", f"--checkpoint.initial_load_path={step}"]
+    options = [*SAVING, "--outer.bits=4", f"--checkpoint.initial_load_path={step}"]
     options.append("--checkpoint.no_initial_load_model_only")
     same = two.run(loaded, [*options, *degrees(local_batch=4)])
     replicas = "--parallelism.data_parallel_replicate_degree=4"
@@ -166,7 +165,7 @@ def check_another_number(step: str, bits: int, two: RankPool, four: RankPool) ->
             assert more[k][state].equal(same[k % 2][state])
     for rank in (*same, *more):
         assert rank["common"].equal(rank["drawn"])  # before the first exchange
-        assert (rank["residual"] is None) is (bits == 32)
+        assert not rank["residual"].any()
 
 
 def loaded(arguments: list[str]) -> dict[str, Any]:
@@ -177,13 +176,13 @@ def loaded(arguments: list[str]) -> dict[str, Any]:
         drawn = local_part(weight).detach().clone()
         trainer.checkpointer.load(step=-1)
         (adamw,) = trainer.optimizers.optimizers
-        residual = trainer.outer.residual.get(name)
+        residual = trainer.outer.residual[name]
         return {
             "drawn": drawn,
             "weights": local_part(weight).detach().clone(),
             "moments": local_part(adamw.state[weight]["exp_avg"]).clone(),
             "common": local_part(trainer.outer.common[name]).clone(),
-            "residual": None if residual is None else local_part(residual).clone(),
+            "residual": local_part(residual).clone(),
         }
 
 
@@ -227,8 +226,7 @@ def test_what_is_not_finite_is_not_exchanged(where: str, what: str, two_ranks: R
 @pytest.mark.parametrize(
     ("more", "layout"),
     [
-        ([], degrees(local_batch=2)),
-        *nightly(([], degrees(tensor=2, local_batch=4))),
+        *nightly(([], degrees(local_batch=2)), ([], degrees(tensor=2, local_batch=4))),
         (["--outer.fragments=2", "--outer.overlap"], degrees(pipeline=2, local_batch=4)),
     ],
     ids=["fsdp", "tensor", "pipeline-streaming"],
@@ -245,12 +243,6 @@ RICH = {
     "hsdp-muon-overlap": [  # a message is on its way when step 2 is saved
         *(*degrees(local_batch=2), "--optimizer.name=Muon", "--outer.bits=4"),
         *("--outer.every=2", "--outer.overlap"),
-    ],
-    "context-low_rank": [
-        *degrees(local_batch=4),
-        "--parallelism.context_parallel_degree=2",
-        "--activation_checkpoint.mode=low_rank",
-        "--outer.bits=2",
     ],
     "pipeline-spectron": [
         *(*degrees(pipeline=2, local_batch=4), "--optimizer.name=Spectron"),

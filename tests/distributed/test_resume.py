@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from tests.support.nightly import nightly
-from tests.support.parity_runs import largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.record import read_step
-from torchtitan_lr.checkpoints.saving import verified
 
 OPTIONS = [
     "--model.name=llama_lax",
@@ -42,24 +39,6 @@ def stopped_run(two_ranks: RankPool) -> Path:
 @pytest.fixture
 def stopped(stopped_run: Path, tmp_path: Path) -> str:
     return str(shutil.copytree(stopped_run, tmp_path / "run"))
-
-
-@pytest.mark.parametrize("mode", ["async", *nightly("disabled")])
-def test_a_signal_saves_and_the_run_resumes_exactly(
-    mode: str, two_ranks: RankPool, undisturbed: dict[str, Any]
-) -> None:
-    options = [*FSDP2, f"--checkpoint.async_mode={mode}"]
-    stopped = two_ranks.run(train, options, "sigterm@3")
-    assert [run["step"] for run in stopped] == [3, 3]
-    folder = stopped[0]["dump_folder"]
-    for step in (2, 3):  # saved in the background, where the mode says so, and on the signal
-        record = verified(f"{folder}/checkpoint/step-{step}")
-        assert record.finite and record.states["dataloader"] and record.run["training"]
-    resumed = two_ranks.run(train, options, "", folder)[0]
-    assert resumed["losses"] == undisturbed["losses"]
-    assert resumed["grad_norms"] == undisturbed["grad_norms"]
-    assert resumed["val_losses"] == undisturbed["val_losses"]
-    assert largest_difference(resumed, undisturbed) == 0.0
 
 
 def test_a_validation_cut_off_is_made_up_for_once(
@@ -116,16 +95,6 @@ def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-
-
-def test_every_rank_refuses_a_flipped_bit(stopped: str, two_ranks: RankPool) -> None:
-    step = Path(stopped) / "checkpoint/step-3"
-    flip(step / "__1_0.distcp")  # what rank 1 has saved
-    for error in two_ranks.errors(train, FSDP2, "", stopped):
-        line = error.splitlines()[-1]
-        assert f"ConfigError: checkpoint: got '{step}', expected a whole one" in line
-        assert "__1_0.distcp has another checksum" in line
-        assert "; checkpoint.load_step = 2 goes back to the step before" in line
 
 
 def test_hugging_faces_format_has_a_record_too(two_ranks: RankPool) -> None:

@@ -17,7 +17,6 @@ from torchtitan_lr.costs.step_traffic import compare, differences, step_traffic
 CASES = {
     "gathered": ("lax", ["--low_rank.lax_gate=scalar"], []),
     "btp": ("tanh", [], ["--parallelism.tp_comm=sequence"]),
-    "vanilla": ("tanh", [], []),
 }
 """By plan: a family, what one process has too, and options of the plan."""
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
-from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.titan.base import ParallelDims
@@ -49,8 +48,7 @@ def small_trainer(arguments: list[str]) -> Iterator[Any]:
     dist.broadcast_object_list(folders)
     folder = f"--job.dump_folder={folders[0]}"
     config = build_job_config([*parity_runs.TINY, folder, *arguments])
-    with known_setup(), parity_runs.prepared_corpus(config):
-        check_job_config(config, dist.get_world_size(), "cpu")
+    with known_setup(), parity_runs.checked(config):
         trainer = Trainer(config)
         yield trainer
     trainer.close()

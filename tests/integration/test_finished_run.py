@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a run leaves behind: the summary, the curve, checkpoints, metrics in three places, logs.
 
-Then its command is given again, with the same settings or with others.
+Then its command is given again.
 """
 
 import json
@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.integration import runs
 from tests.wandb_file import parts, values_of
-from torchtitan_lr.launch.run_folder import read_state
 
 LOSS = "loss_metrics/global_avg_loss"
 VAL_LOSS = "validation_metrics/loss"
@@ -106,26 +105,14 @@ def test_tensorboard(finished, records):
         assert [v for _, v in shown] == pytest.approx([v for _, v in expected], rel=1e-6)
 
 
-def test_wandb_writes_offline_what_the_toml_asks_for(finished, records):
+def test_wandb_writes_offline_what_is_logged(finished, records):
     (path,) = finished.folder.glob("**/offline-run-*/run-*.wandb")
     found = parts(path)
     (run,) = found["run"]
-    assert (run.project, run.display_name, run.run_group) == (
-        "low-rank tests",
-        "tiny",
-        "integration",
-    )
-    assert list(run.tags) == ["cola", "two ranks"]
+    assert (run.display_name, list(run.tags)) == ("tiny", ["cola", "two ranks"])
     rows = [values_of(row.item) for row in found["history"]]
-    assert [row[LOSS] for row in rows if LOSS in row] == [r[LOSS] for r in records if LOSS in r]
-    val_losses = [row[VAL_LOSS] for row in rows if VAL_LOSS in row]
-    assert val_losses == [record[VAL_LOSS] for record in records if VAL_LOSS in record]
-    # The run's record, and a run that ended well.
-    config = {}
-    for change in [run.config, *found["config"]]:
-        config |= values_of(change.update)
-    assert config["training"]["global_batch_size"] == 4
-    assert config["model_args"]["family"] == "cola" and config["environment"]["ranks"] == 2
+    for key in (LOSS, VAL_LOSS):
+        assert [r[key] for r in rows if key in r] == [r[key] for r in records if key in r]
     assert [end.exit_code for end in found["exit"]] == [0]
 
 
@@ -186,20 +173,6 @@ def test_the_same_command_has_nothing_to_do(again, finished):
     )
     assert summary[0].split() == ["steps", "6"] and len(summary) == 13
     assert contents(copy) == contents(finished.folder)
-
-
-def test_what_goes_on_with_other_settings_has_both_in_its_record(again):
-    done, copy = again("--training.steps=7", "--optimizer.lr=1e-3")
-    assert done.status == 0, done.everything
-    said = "After step 6: optimizer.lr = 0.001 (was 0.003), training.steps = 7 (was 6)"
-    assert done.out.count(said) == 1
-    assert done.out.index(said) < done.out.index("Training starts at step 7")
-    record = json.loads((copy / "job_config.json").read_text())
-    assert record["optimizer"]["lr"] == 0.001
-    assert record["changes"] == [
-        {"after_step": 6, "training.steps": [6, 7], "optimizer.lr": [0.003, 0.001]}
-    ]
-    assert read_state(copy)["state"] == "finished"
 
 
 def test_ranks_that_refuse_leave_a_finished_run_finished(again, tmp_path):

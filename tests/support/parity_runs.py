@@ -5,8 +5,8 @@ import gc
 import os
 import signal
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,11 @@ def train(
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
     if exact:
         use_float64(config)
-    with prepared_corpus(config):
+    with checked(config):
         return _train(config, everywhere, build)
 
 
 def _train(config: Any, everywhere: bool, build: Callable[[Any], Trainer]) -> dict[str, Any]:
-    check_job_config(config, dist.get_world_size(), "cpu")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     trainer = None
     try:
@@ -131,19 +130,30 @@ def _train(config: Any, everywhere: bool, build: Callable[[Any], Trainer]) -> di
         if trainer is not None:
             trainer.close()
         del trainer
-        torch.compiler.reset()  # compiled blocks of many models in one process reach its limit
         gc.collect()  # torchtitan disables the collector, and a trainer has many reference cycles
         gc.freeze()  # the rest are caches, which the next run's collection skips
     dist.barrier()
     return result | _curves_of(Path(config.job.dump_folder))
 
 
-def prepared_corpus(config: Any) -> AbstractContextManager[Any]:
-    """Tell this process where `TINY`'s tokens are: listing the corpus takes longer than a step."""
-    usual = build_job_config(TINY)
-    if config.model.hf_assets_path != usual.model.hf_assets_path:
-        return nullcontext()
-    return patch.dict(os.environ, _prepared())
+@contextmanager
+def checked(config: Any) -> Iterator[None]:
+    """Check a run and prepare its tokens on rank 0 for all, as a launch does; refuse it on all."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        usual = build_job_config(TINY).model.hf_assets_path == config.model.hf_assets_path
+        try:
+            # Listing the corpus of `TINY` takes longer than a step.
+            with patch.dict(os.environ, _prepared() if usual else {}):
+                check_job_config(config, dist.get_world_size(), "cpu")
+                found = [prepare_for_ranks(config)]
+        except Exception as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    with patch.dict(os.environ, found[0]):
+        yield
 
 
 @cache

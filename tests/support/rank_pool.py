@@ -188,6 +188,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
         except EOFError:
             return
         groups.start_call()
+        torch.compiler.reset()  # compiled blocks of many models in one process reach its limit
         try:
             answer = (False, function(*args))
         except BaseException:

@@ -4,6 +4,7 @@
 import gc
 import os
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
@@ -49,6 +51,12 @@ class OwnTerms(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
+def prepared():
+    """Where the usual tokens are: to list their corpus takes longer than to build the model."""
+    return prepare_for_ranks(build_job_config(OPTIONS))
+
+
 @contextmanager
 def tiny_trainer(folder, *options, ranks=1, exact=True):
     """Builds a trainer of one rank, in fp64 if exact; or rank 0 of some whose messages get lost."""
@@ -56,7 +64,7 @@ def tiny_trainer(folder, *options, ranks=1, exact=True):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)} | prepared()
     trainer = None
     filled = OwnTerms() if ranks > 1 and torch.__version__ < "2.13" else nullcontext()
     try:

@@ -149,14 +149,15 @@ def check_corpora(config: Any, world_size: int, device_type: str) -> None:
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """Check the tokens of a run after `check_corpora`; prepare them if that was not done."""
-    from torchtitan_lr.data.prepare import ensure_prepared, open_rows, used_sections
+    from torchtitan_lr.data.prepare import ensure_prepared, open_rows, used_sections, wanted
 
     used = used_sections(config)
-    ensure_prepared(config, *used)  # all that is missing is found before the first is prepared
+    # All that is missing is found before the first is prepared.
+    found = iter(ensure_prepared(config, *used))
     rows_of_model = configured_args(config).vocab_size
     for section in used:
         where = "training" if section == "training" else "validation"
-        for part in open_rows(config, section):
+        for part in open_rows(config, section, [next(found) for _ in wanted(config, section)]):
             part.corpus.check_ids(rows_of_model)
             if part.cut:
                 logger.warning(

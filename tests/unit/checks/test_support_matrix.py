@@ -61,6 +61,7 @@ def test_every_rule_refuses_by_its_key(rule):
     check(parts | {axis: "none"})
 
 
+@pytest.mark.nightly  # which alone trains the draws
 def test_draws_are_the_same_every_time_and_cover_every_cell_and_value():
     draws = MATRIX.every_draw
     assert draws == SupportMatrix().every_draw

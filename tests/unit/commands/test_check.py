@@ -5,6 +5,7 @@ import pytest
 
 from tests.commands import Command
 from tests.support.corpora import write_corpus
+from tests.support.nightly import nightly
 from torchtitan_lr.checks import values
 from torchtitan_lr.launch.run_folder import locked
 
@@ -31,8 +32,8 @@ RUNS = {
     "debug_lax": [f"{P}context_parallel_degree=2", "--training.mixed_precision_param=bfloat16"],
     "debug_tsr": [],
     "debug_tagc": [],
-    "spectron_130m": ["--training.dataset=cpython", f"{P}tensor_parallel_degree=2"],
 }
+LARGE = ("spectron_130m", ["--training.dataset=cpython", f"{P}tensor_parallel_degree=2"])
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +41,14 @@ def check():
     return Command("check")
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_pass_runs_without_devices(check, name, capsys, tmp_path):
+@pytest.mark.parametrize(("name", "options"), [*RUNS.items(), *nightly(LARGE)])
+def test_a_pass_runs_without_devices(check, name, options, capsys, tmp_path):
     few = FEW if name.startswith("debug") else FEW[:1] + FEW[3:]
     own = [
         f"--job.dump_folder={tmp_path / 'run'}",
         f"--training.token_folder={tmp_path / 'tokens'}",
     ]
-    assert check.main([name, "--world=8", *few, *RUNS[name], *own]) == 0
+    assert check.main([name, "--world=8", *few, *options, *own]) == 0
     said = "8 ranks: checked, but for tokens, which are not prepared; a pass runs as a rank of "
     assert said in capsys.readouterr().out
     assert not any(tmp_path.iterdir())  # nothing is written

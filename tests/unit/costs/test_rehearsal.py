@@ -84,7 +84,7 @@ def test_memory_falls_with_the_ranks_of_a_row():
         assert whole / 2 < found.working - alone.working / 4 < 4 * whole
 
 
-SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
+SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
 
 
 def args_of(family):

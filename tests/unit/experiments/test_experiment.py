@@ -20,7 +20,7 @@ from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.experiments import results
 from torchtitan_lr.experiments.experiment import read_experiment
 from torchtitan_lr.experiments.plan import Plan
-from torchtitan_lr.experiments.results import fit_law, fit_points, fits_of, law_table, student
+from torchtitan_lr.experiments.results import fit_law, fit_points, fits_of, law_table
 from torchtitan_lr.experiments.start import run_on_ranks
 from torchtitan_lr.experiments.sweep import settings_of
 from torchtitan_lr.models.flavors import read_model_args
@@ -247,7 +247,7 @@ def test_a_law_is_fitted_to_what_no_cheaper_point_beats():
     worse = row(9, 6e17) | {"loss": rows[0]["loss"], "losses": rows[0]["losses"]}
     fits = fits_of([worse, *rows])
     (fit,) = fits.values()
-    assert fit.law.alpha == pytest.approx(0.2, abs=0.01)
+    assert (fit.law.alpha, fit.law.floor) == pytest.approx((0.2, 1.8), rel=1e-3)
     _, low, high = fit.interval("alpha")
     assert low <= fit.law.alpha <= high
     assert fits_of(rows[:3]) == {}
@@ -274,14 +274,6 @@ def test_ranks_that_fail_are_one_line_and_a_folder(monkeypatch, tmp_path):
 NOISE = 0.003  # standard deviation of log L, about that of seeds
 
 
-def test_without_noise_the_law_is_found():
-    flops = np.geomspace(1e12, 1e16, 8)
-    law = fit_law(np.column_stack([flops, 1.5 + 400 * flops**-0.2]))
-    assert law.floor == pytest.approx(1.5, rel=1e-4)
-    assert law.alpha == pytest.approx(0.2, rel=1e-3)
-    assert law(np.asarray([1e18])) == pytest.approx(1.5 + 400 * 1e18**-0.2, rel=1e-4)
-
-
 def test_the_true_exponent_is_in_nearly_all_intervals():
     flops = np.repeat(np.geomspace(1e12, 1e16, 8), 3)
     held = 0
@@ -299,11 +291,3 @@ def test_one_wrong_point_hardly_moves_the_fit():
     losses = 1.5 + 3 * (flops / 1e12) ** -0.2
     losses[5] *= 1.2
     assert fit_law(np.column_stack([flops, losses])).alpha == pytest.approx(0.2, abs=0.01)
-
-
-def test_students_interval_by_hand():
-    """Differences 0.1, 0.2, 0.3: standard deviation 0.1, t(0.975, 2) = 4.302653 of a table."""
-    mean, low, high = student([3.1 - 3.0, 3.3 - 3.1, 3.4 - 3.1])
-    half = 4.302653 * 0.1 / 3**0.5
-    assert (mean, low, high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
-    assert student([2.0]) == (2.0, None, None)

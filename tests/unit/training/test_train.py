@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -261,11 +262,11 @@ def test_validation_by_hand(tmp_path, caplog):
         (model,) = trainer.model_parts
         encode = build_tokenizer(trainer.job_config.model.hf_assets_path).encode
 
-        def losses_of(lines):
-            tokens = [encode(text, add_bos=True, add_eos=True) for text in lines]
-            return sequence_losses(on_cpu(model), windows(tokens, 8))
-
-        losses, first = losses_of(texts), losses_of(others)[:2]
+        rows, few = (
+            windows([encode(text, add_bos=True, add_eos=True) for text in lines], 8)
+            for lines in (texts, others)
+        )
+        losses, first = (sequence_losses(on_cpu(model), each) for each in (rows, few[:2]))
         assert len(losses) % 2 == 1
         trainer.validator.validate([model], 3)
         (record,) = history(trainer)
@@ -274,6 +275,10 @@ def test_validation_by_hand(tmp_path, caplog):
     assert found["loss"] == trainer.validator.last_loss == pytest.approx(mean, rel=EXACT)
     assert found["perplexity"] == pytest.approx(math.exp(mean), rel=EXACT)
     assert found["tokens"] == losses.numel() and model.training
+    seen = Counter(token for row in rows for token in row[1:])
+    shares = torch.tensor([*seen.values()], dtype=torch.float64) / seen.total()
+    entropy = -(shares * shares.log()).sum().item()
+    assert found["unigram_entropy"] == pytest.approx(entropy, rel=EXACT)
     assert found["sums/loss"] == pytest.approx(first.mean().item(), rel=EXACT)
     assert found["sums/tokens"] == first.numel() and found["sums/loss"] != found["loss"]
     said = [line.partition("  perplexity")[0] for line in caplog.messages]
