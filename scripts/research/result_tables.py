@@ -191,12 +191,6 @@ def placed(page: str) -> list[str]:
     return [name for name in names() if f"<!-- table: {name} -->" in page]
 
 
-def with_tables(page: str, name: str) -> str:
-    """Return a page's text with the tables of an experiment, for which it must have a place."""
-    begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
-    return insert(PAGE, page, f"\n{section(name)}\n", begin, end)
-
-
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Write the tables; return the exit status."""
@@ -211,8 +205,9 @@ def main(argv: list[str] | None = None) -> int:
     page = PAGE.read_text()
     shared = {part: name for name, parts in REPLICAS.items() for part in parts}
     for name in [shared.get(options.name, options.name)] if options.name else placed(page):
+        begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
         if name in placed(page):
-            page = with_tables(page, name)
+            page = insert(PAGE, page, f"\n{section(name)}\n", begin, end)
         else:
             print(section(name))
     PAGE.write_text(page)

@@ -6,6 +6,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from tests.support.allocations import Noted, peak_bytes
+from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.numerics import exact_products, joint_norm, product, rounded_once, scale_, sides
 
 BF16_ROUNDS = torch.tensor(1 / 393_728)
@@ -62,16 +63,16 @@ def test_an_update_of_two_operators_is_rounded_once():
 
 
 def test_a_gpu_multiplies_bf16_in_fp32():
-    """Its kernel would round a factor without dimensions; ``meta`` stands for it."""
-    tensors = [torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 3), (4,))]
+    """Its kernel would round a factor without dimensions."""
     factors = []
 
     def note(func, args, _):
         if "mul" in str(func):
             factors.append((args[1].dtype, args[1].ndim))
 
-    with Noted(note):
-        scale_(tensors, BF16_ROUNDS.to("meta"))
+    with FakeTensorMode(), Noted(note):
+        like = {"dtype": torch.bfloat16, "device": "cuda"}
+        scale_([torch.zeros(shape, **like) for shape in ((2, 3), (4,))], torch.tensor(1.5))
     assert factors == [(torch.float32, 2), (torch.float32, 1)]
 
 

@@ -74,7 +74,16 @@ def test_json(script, capsys):
     assert report.keys() >= KEYS and report["world"] == 4
     assert others.keys() == {"full", "vanilla", "btp"}
     assert all(column.keys() >= KEYS for column in others.values())
-    parts = {"weights", "gradients", "optimizer", "activations", "working", "buffers", "peak"}
+    parts = {
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "working",
+        "buffers",
+        "graphs",
+        "peak",
+    }
     assert report["memory_bytes"].keys() == parts
     times = {"compute", "exposed_communication", "hidden_communication", "total", "tokens_per_s"}
     assert report["step_time"].keys() >= times
