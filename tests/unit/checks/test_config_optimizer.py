@@ -123,7 +123,8 @@ def test_an_estimate_counts_an_optimizer_from_outside_as_adamw(outside, capsys):
     own, reader, adamw = report["Own"], report["Reader"], report["AdamW"]
     assert reader.pop("own_optimizer") == "Reader" and reader == adamw
     assert report["Changed"] == adamw | {"own_optimizer": "Changed"}
-    assert own["memory_bytes"] == adamw["memory_bytes"]
+    parts = adamw["memory_bytes"].keys() - {"graphs", "peak"}  # its passes are not captured
+    assert all(own["memory_bytes"][part] == adamw["memory_bytes"][part] for part in parts)
     assert own["comm_bytes"].keys() == {"fsdp"} < adamw["comm_bytes"].keys()
     assert main(["estimate", str(CONFIG), "--world=4", "--optimizer.name=Own", "--plans=full"]) == 0
     assert "as configured: Own counts as AdamW does" in capsys.readouterr().out
