@@ -39,6 +39,7 @@ from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, LostDeviceError, describe_error, escaped
 from torchtitan_lr.launch import placement, run_folder
 from torchtitan_lr.models.configured import llama_args
+from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -157,16 +158,25 @@ def inputs_decided(config: Any) -> Iterator[None]:
     """Decide ``activation_checkpoint.keep_inputs`` by this rank's GPU while its model is built."""
     section = config.activation_checkpoint
     configured = section.keep_inputs
-    if torch.cuda.is_available() and llama_args(config) is not None:
-        # Late, and before the ranks' process groups: it acts as a rank of one that does not exist.
-        from torchtitan_lr.costs.described_run import read_run
-        from torchtitan_lr.costs.memory import with_kept_inputs
-
-        run = read_run(config, placement.launched_ranks(config.comm.mode))
-        memory = torch.cuda.get_device_properties(None).total_memory
-        section.keep_inputs = with_kept_inputs(run, memory).config.activation_checkpoint.keep_inputs
+    if configured == "auto" and torch.cuda.is_available() and llama_args(config) is not None:
+        try:
+            section.keep_inputs = _fitting_inputs(config)
+        except Exception as error:  # an estimate ends no run
+            logger.warning("activation_checkpoint.keep_inputs is off: no estimate: %r", error)
     yield
     section.keep_inputs = configured
+
+
+def _fitting_inputs(config: Any) -> str:
+    # Late, and before the ranks' process groups: it acts as a rank of one that does not exist.
+    from torchtitan_lr.costs.described_run import read_run
+    from torchtitan_lr.costs.memory import with_kept_inputs
+
+    run = read_run(config, placement.launched_ranks(config.comm.mode))
+    own = int(os.environ.get("LOCAL_RANK", "0"))  # not yet the current device
+    memory = torch.cuda.get_device_properties(own).total_memory
+    decided: str = with_kept_inputs(run, memory).config.activation_checkpoint.keep_inputs
+    return decided
 
 
 def tell(error: Exception) -> tuple[str, str]:

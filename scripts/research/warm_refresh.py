@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan_lr.optim.entries import build_optimizers, register_optimizer, variant
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refreshed, local_gradient, read
 from torchtitan_lr.optim.tsr.sums import Drift
-from torchtitan_lr.optim.tsr.svd import Batch, _turns, tsqr
+from torchtitan_lr.optim.tsr.svd import Batch, tsqr, turns
 
 
 class WarmStack(MatrixStack):
@@ -29,8 +29,8 @@ class WarmStack(MatrixStack):
         U, _ = tsqr(batch.times(old_V), shards.m, shards.rows)
         V, R = tsqr(batch.times(U, transposed=True), shards.n, shards.columns)
         every = R.new_ones(len(indices), 1, self.plan.rank)
-        u = _turns(U, old_U, every, shards.rows)[:, None, :]  # 1 or -1
-        v = _turns(V, old_V, every, shards.columns)[:, None, :]
+        u = turns(U, old_U, every, shards.rows)[:, None, :]  # 1 or -1
+        v = turns(V, old_V, every, shards.columns)[:, None, :]
         return Refreshed(self, indices, u.mT * R.mT * v, [(self.U, U * u), (self.V, V * v)])
 
 

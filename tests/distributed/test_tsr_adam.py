@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.optim.tsr import stack, svd
@@ -43,7 +44,7 @@ def test_alone_with_a_group_it_trains_on_the_whole_batch(two_ranks: RankPool) ->
             torch.testing.assert_close(weight, expected[name], rtol=1e-10, atol=1e-10)
 
 
-def decomposed(count: int, dtype: torch.dtype) -> tuple[float, int]:
+def decomposed(count: int, dtype: torch.dtype, *shape: int) -> tuple[float, int]:
     """The largest change of shared decompositions from a rank's own, and how many it took."""
     generator = torch.Generator().manual_seed(0)
     squares = torch.randn(count, 37, 37, generator=generator, dtype=torch.float64).to(dtype)
@@ -53,19 +54,30 @@ def decomposed(count: int, dtype: torch.dtype) -> tuple[float, int]:
         taken.append(len(part))
         return exact(part)
 
+    mesh = init_device_mesh("cpu", shape)
     with patch.object(svd, "_small_svd", counted):
-        shared = svd._shared_svd(squares, [dist.group.WORLD])
+        shared = svd._shared_svd(squares, [mesh.get_group(dim) for dim in range(mesh.ndim)])
     return max(float((a - b).abs().max()) for a, b in zip(own, shared, strict=True)), taken[0]
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.0), (torch.float64, 1e-12)])
-@pytest.mark.parametrize(("count", "each"), [(1, 1), (2, 1), (7, 4)])
+@pytest.mark.parametrize(
+    ("count", "shape", "most"), [(1, (2,), 1), (2, (2,), 1), (7, (2,), 4), (7, (2, 2), 2)]
+)
 def test_ranks_share_decompositions(
-    count: int, each: int, dtype: torch.dtype, limit: float, two_ranks: RankPool
+    count: int,
+    shape: tuple[int, ...],
+    most: int,
+    dtype: torch.dtype,
+    limit: float,
+    two_ranks: RankPool,
+    four_ranks: RankPool,
 ) -> None:
     """To the bit in fp32. In fp64 the SVD itself rounds by the place of a matrix in memory."""
-    for error, taken in two_ranks.run(decomposed, count, dtype):
-        assert error <= limit and taken == each
+    pool = two_ranks if len(shape) == 1 else four_ranks
+    found = pool.run(decomposed, count, dtype, *shape)
+    assert max(error for error, _ in found) <= limit
+    assert max(taken for _, taken in found) == most
 
 
 def train_with_a_drifting_replica(

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import statistics
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.prepare import prepare_for_ranks
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
@@ -147,8 +149,10 @@ def checked(config: Any) -> Iterator[None]:
             with patch.dict(os.environ, _prepared() if usual else {}):
                 check_job_config(config, dist.get_world_size(), "cpu")
                 found = [prepare_for_ranks(config)]
-        except Exception as error:
+        except ConfigError as error:
             found = [error]
+        except Exception:  # which may not travel
+            found = [RuntimeError(traceback.format_exc())]
     dist.broadcast_object_list(found)
     if isinstance(found[0], Exception):
         raise found[0]

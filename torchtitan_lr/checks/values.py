@@ -215,13 +215,10 @@ def _needed(config: Any, world_size: int, ranks: int) -> float:
     """Return the bytes that a machine's ranks need at their peak."""
     # Late: few runs need it.
     from torchtitan_lr.costs.described_run import read_run
-    from torchtitan_lr.costs.memory import rank_memory
-    from torchtitan_lr.costs.rehearsal import rehearse_run
+    from torchtitan_lr.costs.memory import rank_memories
 
     run = read_run(config, world_size)
-    rehearsal = rehearse_run(run, on_gpu=False)
-    ranked = (rank_memory(run, pp_rank, rehearsal, on_gpu=False) for pp_rank in range(run.pp))
-    peaks = [memory["peak"] for memory in ranked]
+    peaks = [memory["peak"] for memory in rank_memories(run, on_gpu=False)]
     return ranks * sum(peaks) / run.pp
 
 

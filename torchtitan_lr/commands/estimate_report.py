@@ -236,13 +236,14 @@ def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[st
     }
 
 
-def in_one_line(run: Run, hardware: Hardware) -> str:
+def in_one_line(run: Run, hardware: Hardware, compares: bool = True) -> str:
     """Say how long a run takes, and whether another layout is faster."""
     own = _row(with_inputs(Modelled(run, hardware)), run)
     memory = own["peak_bytes"] / GIB / hardware.memory_gib
     line = f"modelled: {own['days']:.2g} days, {own['mfu']:.0%} MFU, {memory:.0%} of "
     line += f"{hardware.memory_gib:g} GiB"
-    others = report_layouts(run, hardware, splits=False)["layouts"] if run.world > 1 else []
+    compares = compares and run.world > 1
+    others = report_layouts(run, hardware, splits=False)["layouts"] if compares else []
     times = own["step_time"]["total"] / others[0]["step_time"]["total"] if others else 0.0
     if times > 1.1:
         rows = f"{others[0]['microbatch']} rows x {others[0]['microbatches']}"

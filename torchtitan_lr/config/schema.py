@@ -585,8 +585,8 @@ class ActivationCheckpoint:
     keep_inputs: Literal["auto", "on", "off"] = "auto"
     """'none', low-rank families: keep the inputs of products that backward can make again from what
     is kept anyway: σ(A x), SwiGLU's product and, in compiled blocks, the normalized stream. That is
-    faster, for half as much memory again, at the same numbers. 'auto' keeps them on a GPU where the
-    estimate then needs at most nine tenths of its memory."""
+    faster, for half as many bytes of activations again, at the same numbers. 'auto' keeps them
+    without tensor parallelism, on a GPU of which the estimate then needs at most nine tenths."""
 
     preserve_rng_state: bool = False
     """'full', 'selective': let a block of your own draw the same random numbers again."""

@@ -106,8 +106,8 @@ class Recorder(dispatch.TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # unwrap first: this mode then gets the calls on local tensors
         out = func(*args, **(kwargs or {}))
-        # DTensor infers shapes by operators on fake tensors.
-        if not any(issubclass(kind, FakeTensor) for kind in types):
+        # DTensor infers shapes by operators on fake tensors, and by those that make them.
+        if not (isinstance(out, FakeTensor) or any(issubclass(kind, FakeTensor) for kind in types)):
             self._observe(func, args, kwargs or {}, out)
         return out
 

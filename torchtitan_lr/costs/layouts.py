@@ -15,7 +15,12 @@ from typing import Any
 
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.memory import rank_memory, with_kept_inputs
+from torchtitan_lr.costs.memory import (
+    largest_peak,
+    rank_memories,
+    rank_memory,
+    with_kept_inputs,
+)
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
@@ -37,8 +42,7 @@ class Modelled:
     @cached_property
     def memory(self) -> list[dict[str, int]]:
         """Bytes of a rank by part, see `rank_memory`."""
-        rehearsal = rehearse_run(self.run)
-        return [rank_memory(self.run, rank, rehearsal) for rank in range(self.run.pp)]
+        return rank_memories(self.run)
 
     @cached_property
     def sent(self) -> list[list[Traffic]]:
@@ -55,8 +59,7 @@ class Modelled:
     @property
     def peak(self) -> int:
         """Bytes of the rank that needs most."""
-        # The first stage keeps most micro-batches, but one in the middle may have more blocks.
-        return max(parts["peak"] for parts in self.memory)
+        return largest_peak(self.memory)
 
     @property
     def fits(self) -> bool:
@@ -65,7 +68,7 @@ class Modelled:
 
 
 def with_inputs(modelled: Modelled) -> Modelled:
-    """Return a run that keeps inputs of products, if it is to keep them where memory is left."""
+    """Return a run as its ``activation_checkpoint.keep_inputs`` = auto decides there."""
     keeping = with_kept_inputs(modelled.run, modelled.hardware.memory_gib * GIB)
     return modelled if keeping is modelled.run else Modelled(keeping, modelled.hardware)
 
@@ -162,7 +165,7 @@ def with_batch(run: Run, batch: int) -> Run:
 
 
 def least_peak(run: Run, other: Run) -> float:
-    """Return less than the first rank's peak: blocks keep as much of a row as another batch's."""
+    """Return less than the first rank's peak, by what blocks keep of a row in another batch."""
     known = rehearse_run(other)
     of_rows = known.block * run.microbatch / other.microbatch
     return 0.98 * rank_memory(run, 0, replace(known, block=of_rows, ends=0, working=0))["peak"]

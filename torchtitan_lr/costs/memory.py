@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Memory of a rank of a run, part by part, and the size of its checkpoints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torchtitan_lr.costs.described_run import Precision, Run, blocks_of, elements
@@ -47,21 +47,28 @@ def rank_memory(
     return parts | {"peak": standing + moving}
 
 
-def largest_peak(run: Run) -> int:
-    """Return the peak of the pipeline rank that needs most."""
-    rehearsal = rehearse_run(run)
+def rank_memories(run: Run, on_gpu: bool = True) -> list[dict[str, int]]:
+    """Return `rank_memory` of every pipeline rank."""
+    rehearsal = rehearse_run(run, on_gpu=on_gpu)
+    return [rank_memory(run, rank, rehearsal, on_gpu) for rank in range(run.pp)]
+
+
+def largest_peak(memories: Iterable[Mapping[str, int]]) -> int:
+    """Return the peak of the rank that needs most."""
     # The first stage keeps most micro-batches, but one in the middle may have more blocks.
-    return max(rank_memory(run, rank, rehearsal)["peak"] for rank in range(run.pp))
+    return max(parts["peak"] for parts in memories)
 
 
 def with_kept_inputs(run: Run, memory: float) -> Run:
-    """Decide ``activation_checkpoint.keep_inputs`` of a run on GPUs with so many bytes."""
+    """Decide ``activation_checkpoint.keep_inputs`` = auto of a run on GPUs with so many bytes."""
     section = run.config.activation_checkpoint
-    if section.keep_inputs != "auto" or section.mode != "none" or not run.args.low_rank:
+    decides = section.keep_inputs == "auto" and section.mode == "none" and run.args.low_rank
+    # Plans of several ranks mostly keep inputs anyway. What another optimizer needs is not known.
+    if not decides or run.tp > 1 or run.entry.cost is None:
         return run
     config = replace(run.config, activation_checkpoint=replace(section, keep_inputs="on"))
     keeping = replace(run, config=config)
-    return keeping if largest_peak(keeping) <= KEEPS_WITHIN * memory else run
+    return keeping if largest_peak(rank_memories(keeping)) <= KEEPS_WITHIN * memory else run
 
 
 def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:

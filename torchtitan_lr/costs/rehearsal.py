@@ -2,9 +2,8 @@
 """A micro-batch of one rank, run on tensors without data: memory, kernels, repeated messages.
 
 The blocks themselves run on the device ``meta``, as one rank of a process group that does not
-exist. What
-is alive after forward is what a real run keeps; backward tells how much memory it takes on top, and
-which collectives checkpointing repeats.
+exist. What is alive after forward is what a real run keeps; backward tells how much memory it takes
+on top, and which collectives checkpointing repeats.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def rehearse_run(run: Run, mode: str | None = None, on_gpu: bool = True) -> Rehe
         on_gpu,
         checkpoint_modes.compiles_model(run.config),
     )
-    # Fake tensors have no generator whose state could be kept; it is a few kilobytes.
+    # Tensors without data have no generator whose state could be kept; it is a few kilobytes.
     section = replace(section, mode=mode, preserve_rng_state=False)
     # Blocks run here uncompiled, where plans of several ranks keep inputs of products anyway.
     section.keep_inputs = "on" if run.keeps_inputs and run.tp == 1 else "off"

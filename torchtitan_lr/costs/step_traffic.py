@@ -151,7 +151,7 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
 
 def gradient_bytes(run: Run, pp_rank: int) -> int:
     """Return what a mean step's gradients take between data-parallel ranks; cores are gradients."""
-    roles = ("gradient", "index", "core", "sketch", "outer")
+    roles = ("gradient", "index", "core", "sketch", "basis", "outer")
     rows = _data(run, pp_rank) + _mean_of_optimizers(run, pp_rank)
     own = [row for row in rows if row.role in roles and row.mesh_dim != "tp"]
     return sent_bytes(own, run.wire_dtypes)

@@ -51,7 +51,8 @@ def check_mode(config: Any) -> None:
         want = f"another mode for {family.model_name}, which has no low-rank activations"
         raise ConfigError(key, section.mode, want)
     fits = section.keep_inputs != "on" or section.mode == "none"
-    want = f"'auto' unless {key} = 'none'"
+    fits &= section.keep_inputs != "on" or (family is not None and family.low_rank)
+    want = f"'auto' or 'off', but for a low-rank family with {key} = 'none'"
     require(fits, "activation_checkpoint.keep_inputs", "on", want)
     if section.mode not in EAGER_MODES and not compiles_model(config):
         want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"

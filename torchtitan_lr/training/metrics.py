@@ -320,8 +320,10 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         """Return the console's line of a logged step: with rank and time at most 100 characters."""
         steps, left = self.job_config.training.steps, self._pace.left(step, time.perf_counter())
         loss, whose = history.train_loss(metrics) or metrics[history.TRAIN_LOSS], ""
-        if self.outer is not None:  # the loss is the mean of all steps since the last line
-            all_common = self.outer.section.every == 1 or step == self._last_logged_step + 1
+        if self.outer is not None:
+            # The loss is the mean of all steps since the last line, or of the last step alone.
+            alone = step == self._last_logged_step + 1 or history.train_loss(metrics) is None
+            all_common = self.outer.section.every == 1 or alone
             whose = _WHOSE[all_common and self.outer.began_together]
         parts = [
             f"step {step:>{len(str(steps))}}/{steps}",

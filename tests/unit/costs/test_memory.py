@@ -18,6 +18,7 @@ from torchtitan_lr.costs.memory import (
     checkpoint_bytes,
     gathered_unit_bytes,
     largest_peak,
+    rank_memories,
     rank_memory,
 )
 from torchtitan_lr.costs.optimizer_costs import STEP_BYTES
@@ -78,13 +79,14 @@ KEEP = "--activation_checkpoint.keep_inputs="
 @pytest.mark.parametrize("configured", ["auto", "off"])
 def test_a_rank_keeps_inputs_where_its_gpu_has_room(configured, monkeypatch):
     alone = "--parallelism.tensor_parallel_degree=1"
-    kept, made = (largest_peak(run_of(KEEP + how, alone)) for how in ("on", "off"))
+    kept, made = (largest_peak(rank_memories(run_of(KEEP + how, alone))) for how in ("on", "off"))
     assert kept > made
     config = run_of(KEEP + configured, alone).config
     section, memory = config.activation_checkpoint, SimpleNamespace()
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {1: memory}.__getitem__)
     for room, expected in ((kept + 1, "on"), (kept - 1, configured)):
         memory.total_memory = room / KEEPS_WITHIN
         with inputs_decided(config):

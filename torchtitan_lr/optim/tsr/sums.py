@@ -5,8 +5,9 @@ FSDP sums gradients over the shards only; TSR-Adam sums over the replicas itself
 a plain SUM. Sums over the replicas may travel in bf16; terms of a core or a sketch that shards of
 one matrix add up stay as they are.
 
-A refresh is computed by every replica for itself. Replicas on equal machines never differ, but one
-refresh with other bases would let them part for good: `Drift` makes them equal again.
+A refresh is computed by every replica for itself, unless ``tsr_share_refresh``. Replicas on equal
+machines never differ, but one refresh with other bases would let them part for good: `Drift` makes
+them equal again.
 """
 
 from collections import deque

@@ -112,15 +112,15 @@ def randomized_svd(
     # The predecessor's side, of U and of V.
     old_U, old_V = earlier
     if old_U is not None:
-        turn = _turns(U, old_U, keep, shards.rows)
+        turn = turns(U, old_U, keep, shards.rows)
         U, S = U * turn[:, None, :], S * turn
     if old_V is not None:
-        turn = _turns(V, old_V, keep, shards.columns)
+        turn = turns(V, old_V, keep, shards.columns)
         V, S = V * turn[:, None, :], S * turn
     return SVD(U, S, V)
 
 
-def _turns(basis: Tensor, old: Tensor, keep: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
+def turns(basis: Tensor, old: Tensor, keep: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
     """Return 1 for each vector (b, r) that points to its predecessor's side, and -1 for others.
 
     Vectors are NaN of a basis that is not orthonormal but for columns of zeros.
