@@ -38,8 +38,9 @@ REFUSALS = [
     (
         "activation_checkpoint.keep_inputs=on activation_checkpoint.mode=full",
         "'on'",
-        "'auto' unless",
+        "'auto' or 'off'",
     ),
+    ("activation_checkpoint.keep_inputs=on model.name=llama_full", "'on'", "low-rank family"),
     ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
     ("parallelism.tp_plan=vanila", "'vanila'", " (did you mean 'vanilla'?)"),
     ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
