@@ -20,6 +20,7 @@ DTYPES = ("checkpoint", "float32", "bfloat16")
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint, the output folder and the options."""
     parser.add_shared("checkpoint", "out", "--experimental.custom_import")
+    parser.add_argument("--format", choices=["hf"], default="hf", help="Hugging Face's")
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     kept = "keep the factors of llama_svd too"
     parser.add_argument("--keep_factors", action="store_true", help=kept)
