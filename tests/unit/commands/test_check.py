@@ -58,6 +58,8 @@ def test_what_train_would_refuse_is_refused(check, monkeypatch, capsys, tmp_path
     """Files that are not there, tokens that do not fit, a folder of another run; and a pass."""
     from torchtitan_lr.models import llama
 
+    monkeypatch.chdir(tmp_path)  # the clone's outputs/ may have a run of debug_cola
+
     def refused(*options, key):
         said = check.refusal(capsys, "debug_cola", *options)
         assert said.startswith(f"error: {key}: ")
