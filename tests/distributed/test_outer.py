@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.test_layout import RUN, on_paper
 from tests.distributed.training import small_trainer, spoil_last_block, train
@@ -18,10 +19,13 @@ from tests.support import layout_runs
 from tests.support.nightly import nightly
 from tests.support.parity_runs import EXACT, degrees, largest_difference
 from tests.support.rank_pool import RankPool
+from tests.unit.optim.test_outer import rounded
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.config.schema import Outer
 from torchtitan_lr.costs.step_traffic import compare, differences
 from torchtitan_lr.optim.containers import NamedOptimizers, trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer
+from torchtitan_lr.optim.outer import OuterSteps
 from torchtitan_lr.training.history import TRAIN_COMMON, VALIDATION_COMMON, read_history
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -106,6 +110,45 @@ def clipped_apart(max_norm: float) -> tuple[float, float]:
 def test_replicas_are_plain_models_with_norms_of_their_own(two_ranks: RankPool) -> None:
     for gap, norm in two_ranks.run(clipped_apart, 0.5):
         assert gap < 2e-6 and norm > 0.5
+
+
+def coded_apart(bits: int) -> tuple[float, float]:
+    """Exchange random changes; return this rank's difference from torch's SGD, and the residual's.
+
+    Every rank simulates both replicas, with messages rounded by numpy.
+    """
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    source = torch.Generator().manual_seed(0)
+    start = torch.randn(300, generator=source, dtype=torch.float64)
+    weight, common = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    outer = OuterSteps({"w": weight}, 1, Outer(every=3, bits=bits, lr=0.7, momentum=0.8), mesh)
+    sgd = torch.optim.SGD([common], lr=0.7, momentum=0.8, nesterov=True)
+    replicas, owed = [start.clone(), start.clone()], [torch.zeros(300), torch.zeros(300)]
+    for step in range(1, 10):
+        for k in range(2):
+            inner = 1e-2 * torch.randn(300, generator=source, dtype=torch.float64)
+            replicas[k] += inner
+            weight.data += inner * (k == rank)
+        if step % 3 == 0:
+            common.grad = torch.zeros_like(start)
+            for k in range(2):
+                change = common.detach() - replicas[k] + owed[k]
+                sent = torch.from_numpy(rounded(change.numpy(), bits))
+                owed[k] = change - sent
+                common.grad += sent / 2
+            sgd.step()
+            replicas = [common.detach().clone(), common.detach().clone()]
+        assert outer.after(step)
+    gap = (weight - common).detach().abs().max()
+    return float(gap), float((outer.residual["w"] - owed[rank]).abs().max())
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_coded_messages_are_averaged_and_leave_each_replica_its_own_residual(
+    bits: int, two_ranks: RankPool
+) -> None:
+    for gap, residual in two_ranks.run(coded_apart, bits):
+        assert gap < 1e-7 and residual < 1e-7
 
 
 SAVED = 2  # half of the steps

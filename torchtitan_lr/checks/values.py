@@ -4,6 +4,7 @@
 import math
 import os
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
     rows_of_model = configured_args(config).vocab_size
     for section in used:
         where = "training" if section == "training" else "validation"
-        for part in open_rows(config, section, [next(found) for _ in wanted(config, section)]):
+        own = list(islice(found, len(wanted(config, section))))
+        for part in open_rows(config, section, own):
             part.corpus.check_ids(rows_of_model)
             if part.cut:
                 logger.warning(

@@ -161,8 +161,9 @@ def step_time(
 
 def _travelling_seconds(run: Run, pp_rank: int, busy: float, hardware: Hardware) -> float:
     """Return the part of outer steps' messages, in a mean step, that the next step hides."""
+    rows = run.outer.exchanges(pp_rank) if run.outer.section.overlap else []
     seconds = 0.0
-    for row in run.outer.exchanges(pp_rank) if run.outer.section.overlap else ():
+    for row in rows:
         itemsize = element_size(row, run.wire_dtypes)
         took = collective_seconds(row, itemsize, run.mesh[row.mesh_dim], hardware)
         seconds += min(took, busy) / run.outer.every

@@ -62,7 +62,7 @@ def encode(x: Tensor, bits: int) -> Tensor:
 def decode(message: Tensor, entries: int, bits: int) -> Tensor:
     """Return the fp32 numbers (entries,) of a message of `encode`."""
     rows = message.view(-1, BLOCK * bits // 8 + 4)
-    codes, scale = (part.contiguous() for part in rows.split([rows.shape[1] - 4, 4], 1))
+    codes, scale = rows[:, :-4].contiguous(), rows[:, -4:].contiguous()
     if bits == 16:
         whole = codes.view(torch.int16).float()
     else:
@@ -117,8 +117,9 @@ class OuterSteps:
         # Weights that were sent (copies, if a step comes in between); all replicas' messages, or
         # with 32 bits their sum; what waits for them.
         self._sent: tuple[dict[str, Tensor], Tensor, dist.Work | None] | None = None
-        rounds = section.bits < 32 and section.feedback
-        self.residual = {n: torch.zeros_like(p) for n, p in self.common.items() if rounds}
+        self.residual: dict[str, Tensor] = {}
+        if section.bits < 32 and section.feedback:
+            self.residual = {name: torch.zeros_like(p) for name, p in self.common.items()}
 
     @torch.no_grad()
     def after(

@@ -64,18 +64,23 @@ def is_number(value: object) -> bool:
 
 def train_loss(record: dict[str, Any]) -> float | None:
     """Return a logged step's loss, a mean since the one before; None for a validation."""
-    loss, mean = record.get(TRAIN_LOSS), record.get(INTERVAL_LOSS)
-    if mean is not None and math.isfinite(mean):  # a skipped step has no loss
-        return mean
+    loss: float | None = record.get(INTERVAL_LOSS if has_mean(record) else TRAIN_LOSS)
     return loss
+
+
+def has_mean(record: dict[str, Any]) -> bool:
+    """Return whether a logged step has a mean since the one before: a skipped step has no loss."""
+    mean = record.get(INTERVAL_LOSS)
+    return mean is not None and math.isfinite(mean)
 
 
 def set_losses(history: list[dict[str, Any]]) -> dict[str, str]:
     """Return the keys of the losses of validation sets, in the order of their names' appearance."""
     found = {}
-    for key in dict.fromkeys(key for record in history for key in record):
-        if key.startswith(VALIDATION) and key.endswith("/loss") and key != VALIDATION_LOSS:
-            found[key.removeprefix(VALIDATION).removesuffix("/loss")] = key
+    for record in history:
+        for key in record:
+            if key.startswith(VALIDATION) and key.endswith("/loss") and key != VALIDATION_LOSS:
+                found[key.removeprefix(VALIDATION).removesuffix("/loss")] = key
     return found
 
 

@@ -322,7 +322,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         loss, whose = history.train_loss(metrics) or metrics[history.TRAIN_LOSS], ""
         if self.outer is not None:
             # The loss is the mean of all steps since the last line, or of the last step alone.
-            alone = step == self._last_logged_step + 1 or history.train_loss(metrics) is None
+            alone = step == self._last_logged_step + 1 or not history.has_mean(metrics)
             all_common = self.outer.section.every == 1 or alone
             whose = _WHOSE[all_common and self.outer.began_together]
         parts = [

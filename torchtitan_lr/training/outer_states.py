@@ -56,10 +56,14 @@ class OuterStates:
 
     def state_dict(self) -> State:
         """Return the momentum, and this replica's residual and weights."""
-        found, outer = {"momentum": self._outer.momentum}, self._outer
-        found[f"{self._prefix}residual"] = self._residual
-        found[f"{self._prefix}weights"] = {} if outer.together else outer.parameters
-        return {f"{kind}.{name}": each for kind in found for name, each in found[kind].items()}
+        kinds, outer = {"momentum": self._outer.momentum}, self._outer
+        kinds[f"{self._prefix}residual"] = self._residual
+        kinds[f"{self._prefix}weights"] = {} if outer.together else outer.parameters
+        found = {}
+        for kind, tensors in kinds.items():
+            for name, value in tensors.items():
+                found[f"{kind}.{name}"] = value
+        return found
 
     def load_state_dict(self, state: State) -> None:
         """Do nothing: tensors of parameters are loaded in place."""

@@ -109,7 +109,8 @@ def test_the_console_shows_the_mean_of_the_interval(mean, shown, processor_of, m
     assert f"  {shown}  " in lines[0]
 
 
-def test_the_console_says_whose_loss_it_shows(processor_of, monkeypatch):
+@pytest.mark.parametrize("mean", [2.25, math.nan])
+def test_the_console_says_whose_loss_it_shows(mean, processor_of, monkeypatch):
     lines = []
     monkeypatch.setattr(metrics.console, "info", lines.append)
     processor, common = processor_of(), {}
@@ -117,10 +118,11 @@ def test_the_console_says_whose_loss_it_shows(processor_of, monkeypatch):
     for step in range(1, 8):
         processor.outer.after(step)
         if step != 3:
-            record = log(processor, step, 1.0)
+            record = log(processor, step, 1.0, interval_loss=mean)
             common[step] = record[TRAIN_COMMON], " (common)  " in lines.pop()
-    # Step 4 began with the common weights, but step 3, whose loss is in the mean, did not.
-    expected = {1: (1, True), 4: (1, False), 7: (1, True)}
+    # Step 4 began with the common weights, but step 3, whose loss is in the mean, did not. Without
+    # a mean the loss is step 4's own.
+    expected = {1: (1, True), 4: (1, math.isnan(mean)), 7: (1, True)}
     assert common == dict.fromkeys((1, 2, 4, 5, 6, 7), (0, False)) | expected
 
 
