@@ -33,9 +33,10 @@ esac
     "squeue": "echo ${STATE:-RUNNING}",
 }
 
-# srun on two nodes, of which the second has lost a GPU; it ends with the largest status.
+# srun on two nodes, of which the second has lost a GPU; the first is killed with it, or goes on to
+# the run's end.
 LOSES = """
-printf '#!/bin/sh\\n[ $SLURMD_NODENAME = n1 ] || exit 4' >run_llama_train.sh
+printf '#!/bin/sh\\n[ $SLURMD_NODENAME = n2 ] || exit ${OTHER:-137}; exit 4' >run_llama_train.sh
 chmod +x run_llama_train.sh
 while [ "$1" != bash ]; do shift; done
 for node in n1 n2; do SLURMD_NODENAME=$node "$@"; done
@@ -95,6 +96,7 @@ def test_slurm_finds_the_options_of_its_script():
         ("exit 143", {"STATE": "COMPLETING"}, 143, False),  # cancelled
         (LOSES, {}, 4, True),
         (LOSES, {"NGPU": "8", "EXCLUDED": "n7,n9", "NNODES": "1:2"}, 4, True),
+        (LOSES, {"NNODES": "1:2", "OTHER": "0"}, 0, False),  # finished without that node
         (LOSES, {"NGPU": "16"}, 4, False),  # more than each node has
         ("exit 0", {"NGPU": "4", "SLURM_GPUS_ON_NODE": ""}, 0, False),  # on CPUs
     ],

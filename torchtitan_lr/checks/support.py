@@ -12,7 +12,12 @@ from torchtitan_lr.config.schema import Optimizer
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import configured_args, llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, imported
-from torchtitan_lr.parallel.stage_split import SCHEDULES, modules_per_stage, stages_per_rank
+from torchtitan_lr.parallel.stage_split import (
+    SCHEDULES,
+    modules_per_stage,
+    runs_with,
+    stages_per_rank,
+)
 from torchtitan_lr.titan import logger
 
 
@@ -112,6 +117,10 @@ def check_profiling(config: Any, world_size: int, device_type: str) -> None:
     """Check that ``[profiling]`` finds what it looks for."""
     fits = device_type != "cpu" or not config.profiling.enable_memory_snapshot
     require(fits, "profiling.enable_memory_snapshot", True, "false on a CPU")
+    section = config.profiling
+    least, every = section.profiler_warmup + section.profiler_active, section.profile_freq
+    want = f"profiler_warmup + profiler_active, {least}, or more"
+    require(every >= least or not section.enable_profiling, "profiling.profile_freq", every, want)
 
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
@@ -198,8 +207,12 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     _check_stages(config)
     size, batch = section.pipeline_parallel_microbatch_size, config.training.local_batch_size
     want = f"a divisor of training.local_batch_size ({batch})"
-    fits = size > 0 and batch % size == 0
-    require(fits, "parallelism.pipeline_parallel_microbatch_size", size, want)
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    require(size > 0 and batch % size == 0, key, size, want)
+    degree = section.pipeline_parallel_degree
+    want = f"one that makes {degree} micro-batches, or a multiple, of the {batch} rows of"
+    want += f" training.local_batch_size for {schedule}"
+    require(runs_with(schedule, degree, batch // size), key, size, want)
 
 
 def _check_stages(config: Any) -> None:

@@ -14,7 +14,8 @@ CONFIG is a TOML file or the name of a shipped one such as cola_60m; arguments o
   COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU, without a
                 pipeline, whose stages `torchtitan-lr check` rehearses
   NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name;
-                NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost
+                NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost,
+                by a restart
   MAX_RESTARTS  how often failed ranks are started again, from the last checkpoint (default 0)
   RDZV_CONF     torchrun's times, e.g. join_timeout=600,last_call_timeout=30 (seconds)
   PYTHON        the interpreter to use or to make .venv from

@@ -111,6 +111,9 @@ def run(
     shown = environment.shown()
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
     ended.set()
+    if environment.nodes == 1:  # another machine's ranks may still write a record
+        with suppress(OSError):
+            (folder / config.comm.save_traces_folder).rmdir()
     if signals.killed:
         return stopped(signals.why)
     if failure is not None:

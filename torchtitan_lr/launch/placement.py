@@ -78,6 +78,8 @@ def read_environment() -> Environment:
     first, _, last = (os.environ.get("NNODES") or "1").partition(":")
     least, nodes = (_number("NNODES", text, 100_000) for text in (first, last or first))
     require(least <= nodes, "NNODES", f"{first}:{last}", f"a range such as {nodes}:{least}")
+    want = f"1 or more with NNODES={first}:{last}: machines go on without others by a restart"
+    require(least == nodes or restarts or dry, "MAX_RESTARTS", restarts, want)
     if dry:  # one process pretends to be a rank of them all
         ranks, least, nodes, restarts = ranks * nodes, 1, 1, 0
     endpoint = (os.environ.get("RDZV_ENDPOINT") or "").strip() if nodes > 1 else ""
@@ -146,7 +148,7 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    has_gpus = count or os.environ.get(GPUS_VARIABLE)  # one that lost them all is no CPU machine
+    has_gpus = count or int(os.environ.get(GPUS_VARIABLE) or 0)  # all lost: no CPU machine
     if has_gpus and environment.ranks > count and not environment.comm_mode:  # which needs one
         raise LostDeviceError("NGPU", environment.ranks, fewer(count))
     return "cuda" if count else "cpu"

@@ -14,6 +14,13 @@ SCHEDULES: dict[str, tuple[bool, bool]] = {
 }
 
 
+def runs_with(schedule: str, ranks: int, microbatches: int) -> bool:
+    """Return whether torch has an order of a schedule's actions for so many micro-batches."""
+    if schedule == "Interleaved1F1B":  # all rounds of `ranks` or more are alike
+        return microbatches % max(1, microbatches // ranks) == 0
+    return schedule != "1F1B" or microbatches >= ranks
+
+
 def stages_per_rank(section: Any, n_layers: int) -> int | float:
     """Return the number of stages per rank; a fraction if they do not divide evenly."""
     several, _ = SCHEDULES[section.pipeline_parallel_schedule]

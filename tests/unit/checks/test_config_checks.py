@@ -61,6 +61,11 @@ REFUSALS = [
     ("training.dtype=bfloat16 outer.every=9", "'bfloat16'", "'float32' with outer.every > 0"),
     (f"{REPLICATE}=1 {RIVAL}", "1", "PowerSGD-4"),
     (f"training.mixed_precision_reduce=bfloat16 {REPLICATE}=4 {RIVAL}", "'bfloat16'", "PowerSGD-4"),
+    # The dump folder alone is locked, and proved to be shared.
+    ("checkpoint.folder=/scratch/saves", "'/scratch/saves'", "a folder within job.dump_folder"),
+    ("checkpoint.folder=../saves", "'../saves'", "a folder within job.dump_folder"),
+    ("checkpoint.folder=s3://bucket/saves", "'s3:/bucket/saves'", "a shared file system"),
+    ("profiling.profile_freq=3 profiling.enable_profiling", "3", "profiler_active, 4, or more"),
     # Keys of torchtitan that nothing here reads.
     ("memory_estimation.enable", "True", "not supported"),
     ("checkpoint.create_seed_checkpoint", "True", "the same weights"),
@@ -134,6 +139,7 @@ def test_a_file_in_a_folders_place_is_refused(tmp_path, key, name):
     blocking.parent.mkdir(exist_ok=True)
     blocking.write_text("")
     options = [f"--job.dump_folder={folder}", "--checkpoint.folder=saves"]
+    assert "a shared file system" in refusal("--job.dump_folder=s3://bucket/run")
     want = f"expected a folder that {blocking} does not block: it is a file"
     assert refusal(*options) == f"{key}: got {str(blocking)!r}, {want}"
     # The control: with a folder in that place the run may start.
@@ -216,7 +222,10 @@ SPLITS = {
         ([ZBV, "--compile.enable"], "compile.enable", "one backward, not two"),
         ([ZBV, f"{PIPELINE}_degree=4"], "degree", "fewer stages than 8, into which 4 blocks"),
         *[([split], "module_fqns_per_model_part", "2 stages which list") for split in SPLITS],
+        ([f"{PIPELINE}_microbatch_size=8"], "microbatch_size", "makes 2 micro-batches, or a"),
+        ([LOOPED, "--training.local_batch_size=5"], "microbatch_size", "for Interleaved1F1B"),
         *(([], "", ""), ([ZBV], "", ""), ([LOOPED], "", "")),  # what works
+        ([f"{PIPELINE}_microbatch_size=8", f"{PIPELINE}_schedule=GPipe"], "", ""),
         ([LOOPED, f"{PIPELINE}_layers_per_stage=1"], "", ""),
     ],
 )

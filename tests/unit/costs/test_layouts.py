@@ -46,6 +46,14 @@ def test_every_row_is_an_estimate(estimate, capsys):
         assert row["peak_bytes"] == pytest.approx(plain["memory_bytes"]["peak"], rel=1e-9)
 
 
+def test_a_pipeline_has_a_micro_batch_for_each_stage(estimate, capsys):
+    few = ["--training.global_batch_size=8", "--layouts", "--json"]
+    assert estimate.main(["cola_60m", "--world=4", *SHAPE, *few]) == 0
+    rows = json.loads(capsys.readouterr().out)["layouts"]
+    found = {row["layout"]: row["microbatches"] for row in rows if "pp" in row["layout"]}
+    assert found["pp 4"] >= 4 and min(found.values()) >= 2
+
+
 def test_the_table_says_why_others_lose(estimate, capsys):
     small = ["--model.flavor=1B_boost", "--hardware=h100_10gbit"]
     assert estimate.main(["cola_1b", "--world=16", *small, "--layouts"]) == 0

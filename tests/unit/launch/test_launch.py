@@ -21,6 +21,11 @@ REFUSED = [
     ({"NNODES": "2"}, "", "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
     ({"NNODES": "0:2"}, "", "NNODES: got '0', expected a number from 1 to 100,000"),
     ({"NNODES": "3:2"}, "", "NNODES: got '3:2', expected a range such as 2:3"),
+    (
+        {"NNODES": "2:3", "RDZV_ENDPOINT": "host:1"},
+        "",
+        "MAX_RESTARTS: got 0, expected 1 or more with NNODES=2:3",
+    ),
     ({}, "--training.steps=ten", "training.steps: got 'ten', expected an integer such as 10000"),
     ({}, "debug_cole", "job.config_file: got 'debug_cole', expected a TOML file such as "),
     ({}, "--parallelism.data_parallel_shard_degree=3", "parallelism.data_parallel_shard_degree: "),
@@ -63,14 +68,14 @@ def test_environment(variables):
     variables.setenv("NGPU", "8")
     variables.setenv("LOG_RANK", "0, 7")
     variables.setenv("RDZV_ENDPOINT", "host:1234")
+    variables.setenv("MAX_RESTARTS", "3")
     for text, least, most in (("2:4", 2, 4), ("3:3", None, 3), ("2", None, 2)):
         variables.setenv("NNODES", text)
         found = read_environment()
         assert (found.min_nodes, found.nodes) == (least, most)
-    assert found == Environment(8, 2, "0, 7", "", endpoint="host:1234")
+    assert found == Environment(8, 2, "0, 7", "", max_restarts=3, endpoint="host:1234")
     assert (found.world_size, found.shown()) == (16, [0, 7])
     variables.setenv("COMM_MODE", "fake_backend")
-    variables.setenv("MAX_RESTARTS", "3")
     assert read_environment() == Environment(16, 1, "0, 7", "fake_backend")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import run_folder
-from torchtitan_lr.launch.run_folder import LOCK_FILE, check_ours, is_held, locked
+from torchtitan_lr.launch.run_folder import LOCK_FILE, check_ours, check_shared, is_held, locked
 from torchtitan_lr.train import record_state
 
 
@@ -54,6 +54,20 @@ def test_a_run_whose_folder_was_emptied_saves_and_records_no_more(tmp_path, monk
             with pytest.raises(ConfigError, match=r"run.lock stays"):
                 record_state(folder, signed, began, run_folder.FINISHED)
         assert run_folder.read_state(folder)["state"] == run_folder.RUNNING
+
+
+def test_a_machine_with_a_folder_of_its_own_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_SEEN_SECONDS", 0.3)
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    with locked(str(shared)) as signed:
+        (tmp_path / "mount").symlink_to(shared)
+        check_shared(str(tmp_path / "mount"), signed)
+        for there in (False, True):  # also where another run has been in that place
+            with pytest.raises(ConfigError, match=r"that all machines share.*has another run.lock"):
+                check_shared(str(private), signed)
+            if not there:
+                with locked(str(private)):
+                    pass
 
 
 @pytest.mark.parametrize("end", [run_folder.FINISHED, run_folder.STOPPED])
