@@ -76,10 +76,10 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
 
 
 @contextmanager
-def rounded_once(weights: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Yield weights in a dtype; what is written there is rounded to their own once, at the end."""
-    # Each operator on a bf16 weight would round it. A weight of that dtype is yielded itself.
-    exact = [weight.to(dtype) for weight in weights]
+def rounded_once(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield weights in at least fp32; what is written there is rounded once, at the end."""
+    # Each operator on a bf16 weight would round it. A weight of a wider dtype is yielded itself.
+    exact = [weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
     yield exact
     for weight, wide in zip(weights, exact, strict=True):
         if weight is not wide:

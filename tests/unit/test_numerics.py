@@ -54,7 +54,7 @@ def test_an_update_of_two_operators_is_rounded_once():
     narrow, wide = numbers(50, 3, dtype=torch.bfloat16), numbers(9)
     expected = [(w.float() * 0.99).add(1e-2) for w in (narrow, wide)]
     twice = narrow.clone().mul_(0.99).add_(1e-2)  # the control
-    with rounded_once([narrow, wide], torch.float32) as exact:
+    with rounded_once([narrow, wide]) as exact:
         assert exact[1] is wide
         for weight in exact:
             weight.mul_(0.99).add_(1e-2)

@@ -132,7 +132,7 @@ class CommLedger(TorchDispatchMode):
         """Count what is sent in a ``with`` block, outside of the model, in a scope of its own."""
         self._tracker.outside = name
         yield
-        self._tracker.outside = STEP
+        self._tracker.outside = None
 
     def clear(self) -> None:
         """Reset all counts."""
@@ -218,8 +218,7 @@ class ScopeTracker:
     ) -> None:
         self.hooks = ExitStack()
         keep = self.hooks.enter_context  # a handle, which is removed at the end
-        self._in_optimizer = False
-        self.outside = STEP
+        self.outside: str | None = None  # the scope of what an optimizer or a caller sends
         self._stack: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
         self._model_ends: list[int] = []
@@ -238,13 +237,13 @@ class ScopeTracker:
             self._follow("head", getattr(part, "output", None))
 
         for optimizer in optimizers:
-            keep(optimizer.register_step_pre_hook(lambda *_: self._step(True)))
-            keep(optimizer.register_step_post_hook(lambda *_: self._step(False)))
+            keep(optimizer.register_step_pre_hook(lambda *_: setattr(self, "outside", OPTIMIZER)))
+            keep(optimizer.register_step_post_hook(lambda *_: setattr(self, "outside", None)))
 
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
-        if self._in_optimizer:
-            return OPTIMIZER, "optimizer", False
+        if self.outside is not None:
+            return self.outside, "optimizer", False
         if autograd.backward_number() is not None:
             number = autograd.running_node_number()
             if self.owner is None and number is not None:
@@ -255,10 +254,7 @@ class ScopeTracker:
             return self.owner or self._last, "backward", self._recomputing > 0
         if self.owner or self._stack:
             return self.owner or self._stack[-1], "forward", False
-        return (LOSS, "forward", False) if self._in_loss else (self.outside, "optimizer", False)
-
-    def _step(self, runs: bool) -> None:
-        self._in_optimizer = runs
+        return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
 
     def _end_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._in_loss = True

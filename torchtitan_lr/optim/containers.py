@@ -18,7 +18,7 @@ from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.titan import components, logger
+from torchtitan_lr.titan import components
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 
 REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
@@ -173,21 +173,13 @@ def build_spectral(
     model_parts: list[nn.Module], config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> NamedOptimizers:
     """Build the optimizer of the rule that the configuration names, with AdamW for the rest."""
-
-    def of_matrices(
-        groups: list[dict[str, Any]], pairs: list[tuple[Tensor, Tensor]]
-    ) -> SpectralOptimizer:
-        options: Any = config  # whose own keys are not torchtitan's
-        optimizer = SpectralOptimizer(
-            groups, config.name, pairs, momentum=options.momentum, nesterov=options.nesterov
-        )
-        logger.info("%s updates %d matrices of this rank", config.name, len(optimizer.matrices))
-        if split := sum(matrix.row_split is not None for matrix in optimizer.matrices):
-            why = "ranks split the rank (or shorter side): more bytes a step than Gram matrices"
-            logger.info("%s gathers %d of them, since %s", config.name, split, why)
-        return optimizer
-
-    return beside_adamw(model_parts, config, of_matrices)
+    options: Any = config  # whose own keys are not torchtitan's
+    own = {"momentum": options.momentum, "nesterov": options.nesterov}
+    return beside_adamw(
+        model_parts,
+        config,
+        lambda groups, pairs: SpectralOptimizer(groups, config.name, pairs, **own),
+    )
 
 
 def build_tsr(
@@ -206,14 +198,6 @@ def build_tsr(
         wire_dtype=REPLICAS_WIRE.get(model_parts[0]),
         order=[p for of_part in parameters for p in of_part.values()],
     )
-    compressed = sum(len(stack.parameters) for stack in optimizer.stacks)
-    logger.info("TSR-Adam compresses %d matrices of this rank", compressed)
-    if replicas is None and "fsdp" in optimizer.groups.sharding:
-        logger.info(
-            "TSR-Adam without replicas: FSDP's reduce-scatter stays dense; only optimizer "
-            "memory is saved. Set parallelism.data_parallel_replicate_degree to save "
-            "communication"
-        )
     container = NamedOptimizers(model_parts, [optimizer])
     container.gradients = optimizer
     return container

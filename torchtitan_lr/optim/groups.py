@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.optim.entries import ENTRIES
@@ -108,22 +107,14 @@ def param_groups(parameters: Mapping[str, Tensor], optimizer: Any) -> list[dict[
     return found
 
 
-class LoggedRates:
-    """The learning rates of a step as metrics: ``lr``, ``adamw_lr``, and ``lr/PATTERN`` of groups.
+def logged_rates(optimizer: Any, rates: Mapping[str, Rates]) -> dict[str, float]:
+    """Return the learning rates before the schedule by the names in the log (`Rates.metric`).
 
-    They are those of the whole model, so that all ranks log the same names. All rates follow one
-    schedule.
+    They are those of the whole model, so that all ranks log the same names.
     """
-
-    def __init__(self, optimizer: Any, rates: Mapping[str, Rates]) -> None:
-        others = of_others(optimizer)
-        self._before_schedule = {"lr": optimizer.lr, others.metric: others.lr}
-        self._before_schedule |= {own.metric: own.lr for own in rates.values()}
-
-    def of_step(self, schedule: LambdaLR) -> dict[str, float]:
-        """Return what the next step of the optimizers uses, by the schedule of any one."""
-        factor = schedule.lr_lambdas[0](schedule.last_epoch)
-        return {metric: rate * factor for metric, rate in self._before_schedule.items()}
+    others = of_others(optimizer)
+    found = {"lr": optimizer.lr, others.metric: others.lr}
+    return found | {own.metric: own.lr for own in rates.values()}
 
 
 def check_patterns(names: Iterable[str], optimizer: Any, shown: str) -> None:

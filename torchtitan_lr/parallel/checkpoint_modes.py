@@ -20,7 +20,6 @@ from torchtitan_lr.models.families import find_family
 from torchtitan_lr.models.low_rank_checkpoint import checkpoint_block, mark_in_graphs
 from torchtitan_lr.models.one_device import OneDevice, Planned
 from torchtitan_lr.parallel.context import GatheredAttention
-from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
 # Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones. torchtitan
@@ -122,7 +121,3 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
             block, checkpoint_fn=checkpoint_block, save_attention=save_attention
         )
         layers.register_module(name, wrapped)
-    logger.info(
-        "Applied low-rank activation checkpointing, attention's output is %s",
-        "kept" if save_attention else "recomputed",
-    )

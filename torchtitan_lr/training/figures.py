@@ -42,12 +42,9 @@ def colors_of(names: Sequence[str]) -> dict[str, str]:
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
     """Return an empty figure, of inches, without a display or ``pyplot``'s global state."""
     # Imported late: matplotlib takes a second to import, and most commands draw nothing.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=DPI)
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=DPI)
 
 
 def finish(figure: Any, path: Path, title: str = "") -> None:

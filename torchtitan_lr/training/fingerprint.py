@@ -44,8 +44,8 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
             identity["optimizer"][key] = operator.attrgetter(key)(config)
     rule = identity["optimizer"]["optimizer.name"] = like(config.optimizer.name)
     if config.outer.every:
-        for key in ("outer.bits", "outer.feedback", "outer.fragments", "outer.overlap"):
-            identity.setdefault(OUTER, {})[key] = operator.attrgetter(key)(config)
+        keys = "outer.bits", "outer.feedback", "outer.fragments", "outer.overlap"
+        identity[OUTER] = {key: operator.attrgetter(key)(config) for key in keys}
     layout, section = config.parallelism, config.grad_compression
     shards = data_ranks(config, ranks) // layout.data_parallel_replicate_degree
     if section.codec != "none" and shards * layout.context_parallel_degree > 1:

@@ -50,19 +50,16 @@ class OuterStates:
         self._outer.together = not (whole and any(match[2] for match in found))
         if saved != replicas:
             self._residual = {}
-            what = f"{saved} replicas were saved, and {replicas} go on, in turns"
-            dropped = "; what rounding has left of their messages is dropped"
-            console.info(what + (dropped if self._outer.residual else ""))
+            how = "in turns, without what rounding has left of their messages"
+            console.info(f"{replicas} replicas go on with the {saved} that were saved, {how}")
 
     def state_dict(self) -> State:
         """Return the momentum, and this replica's residual and weights."""
-        kinds, outer = {"momentum": self._outer.momentum}, self._outer
-        kinds[f"{self._prefix}residual"] = self._residual
-        kinds[f"{self._prefix}weights"] = {} if outer.together else outer.parameters
-        found = {}
-        for kind, tensors in kinds.items():
-            for name, value in tensors.items():
-                found[f"{kind}.{name}"] = value
+        own = self._prefix
+        found = {f"momentum.{name}": value for name, value in self._outer.momentum.items()}
+        found |= {f"{own}residual.{name}": value for name, value in self._residual.items()}
+        if not self._outer.together:
+            found |= {f"{own}weights.{name}": p for name, p in self._outer.parameters.items()}
         return found
 
     def load_state_dict(self, state: State) -> None:

@@ -33,7 +33,7 @@ from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.gradients import StoredGradients
-from torchtitan_lr.optim.groups import LoggedRates, rates_of
+from torchtitan_lr.optim.groups import logged_rates, rates_of
 from torchtitan_lr.optim.outer import OuterSteps
 from torchtitan_lr.parallel.capture import why_eager
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
@@ -140,7 +140,7 @@ class Trainer(TitanTrainer):
         shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
         if section.groups:  # some may have parameters on other pipeline stages alone
             shapes = model_shapes(self.model_parts[0].model_args)
-        self.rates = LoggedRates(section, rates_of(section, shapes))
+        self.rates = logged_rates(section, rates_of(section, shapes))
 
     @record
     def train(self) -> None:
@@ -178,7 +178,8 @@ class Trainer(TitanTrainer):
         began = time.perf_counter()
         logs = self.metrics_processor.should_log(self.step)
         another_follows = self.step < self.job_config.training.steps
-        rates = self.rates.of_step(self.lr_schedulers.schedulers[0])
+        schedule = self.lr_schedulers.schedulers[0]  # which all rates follow
+        factor = schedule.lr_lambdas[0](schedule.last_epoch)
 
         # 1. Receive this rank's micro-batches. All but a process's first were read before.
         data = self.take(data_iterator)
@@ -194,8 +195,7 @@ class Trainer(TitanTrainer):
             ahead = self.reader.read_next(data_iterator).counts if another_follows else ()
             # 5. Accept or reject the step, in one all-reduce of all ranks.
             stop, late = self.stop.name is not None, self.checkpointer.is_late()
-            replica = self._replica, self._apart
-            verdict = decide(self.loss, share, stop, ahead, *replica, save=late)
+            verdict = decide(self.loss, share, stop, ahead, self._replica, self._apart, late)
             # 6. Scale the gradients down to the largest norm.
             self.gradients.clip(self.job_config.training.max_norm, verdict.norm)
             # 7. Change the weights, unless the step is rejected.
@@ -208,7 +208,7 @@ class Trainer(TitanTrainer):
             self.exchange(ledger)
 
         if logs:
-            self._log_step(data, verdict, rates, began)
+            self._log_step(data, verdict, factor, began)
         else:
             self.metrics_processor.seconds += time.perf_counter() - began
 
@@ -296,13 +296,12 @@ class Trainer(TitanTrainer):
             compressor.exchanges = count
         return bool(loss.isfinite())
 
-    def exchange(self, ledger: CommLedger | None = None) -> None:
+    def exchange(self, ledger: CommLedger | None) -> None:
         """Take the outer step that follows this step, if one does, or raise a NonFiniteError."""
         if self.outer is None:
             return
         last = self.step == self.job_config.training.steps
-        sending = nullcontext() if ledger is None else ledger.scope(OUTER)
-        if not self.outer.after(self.step, last, sending):
+        if not self.outer.after(self.step, last, sending=ledger and ledger.scope(OUTER)):
             raise self._not_finite("an exchange of the replicas' weights is not finite")
 
     def settle(self, data: StepData, verdict: Verdict) -> None:
@@ -478,10 +477,8 @@ class Trainer(TitanTrainer):
             groups |= optimizer.named_groups()
         return CommLedger(self.model_parts, groups, replicas, summing)
 
-    def _log_step(
-        self, data: StepData, verdict: Verdict, rates: dict[str, float], began: float
-    ) -> None:
-        """Log the step that has ended; call it on every rank."""
+    def _log_step(self, data: StepData, verdict: Verdict, factor: float, began: float) -> None:
+        """Log the step that has ended, with a factor on its rates; call it on every rank."""
         loss, since_last = self.loss.clone(), torch.stack(self._losses).mean()
         self._losses.clear()
         mesh = self.parallel_dims.get_optional_mesh("loss")
@@ -499,7 +496,7 @@ class Trainer(TitanTrainer):
         mean, most = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own, mesh)
         metrics = {
             history.TOKENS_SEEN: self.ntokens_seen * self._batch_degree,
-            **rates,
+            **{name: rate * factor for name, rate in self.rates.items()},
             history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
             "skipped_steps": self.skipped_steps,
             **self.reader.metrics(data),

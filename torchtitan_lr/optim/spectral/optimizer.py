@@ -244,7 +244,7 @@ class SpectralOptimizer(OwnOptimizer):
                 lr, dtype = float(hyper["lr"]), same[0].dtype
                 kept, grown = self.rule.decayed(lr, float(hyper["weight_decay"]))
                 factor = torch.full_like(rejected, kept, dtype=dtype).masked_fill(rejected, 1.0)
-                with rounded_once([local_part(m.parameter) for m in same], dtype) as weights:
+                with rounded_once([local_part(m.parameter) for m in same]) as weights:
                     torch._foreach_mul_(weights, factor)
                     for m, weight in zip(same, weights, strict=True):
                         # All rows, unless ranks split r.

@@ -151,7 +151,11 @@ class TSRAdam(OwnOptimizer):
 
         # A pipeline stage may have no compressed matrix.
         like = self.stacks[0].exp_avg if self.stacks else local_part(next(iter(names)))
-        self._cores = _allocate_cores(self.stacks, like)
+        # All cores of a step are one buffer, which one call clears, scales or sends.
+        sizes = [stack.exp_avg.numel() for stack in self.stacks]
+        self._cores = like.new_zeros(sum(sizes))
+        for stack, part in zip(self.stacks, self._cores.split(sizes), strict=True):
+            stack.C = part.view(stack.exp_avg.shape)
         # Backward runs from the last module to the first.
         self._order = list(reversed(order or list(names)))
         self._running: StepState | None = None
@@ -400,12 +404,3 @@ def _trained_names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
             if parameter.requires_grad:
                 names[parameter] = name
     return names
-
-
-def _allocate_cores(stacks: Sequence[MatrixStack], like: Tensor) -> Tensor:
-    """Allocate all cores of a step in one buffer, which one call clears, scales or sends."""
-    sizes = [stack.exp_avg.numel() for stack in stacks]
-    cores = like.new_zeros(sum(sizes))
-    for stack, part in zip(stacks, cores.split(sizes), strict=True):
-        stack.C = part.view(stack.exp_avg.shape)
-    return cores

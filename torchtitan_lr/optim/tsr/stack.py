@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
+from torchtitan_lr.numerics import rounded_once
 from torchtitan_lr.optim.own_optimizer import alike
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 from torchtitan_lr.optim.tsr.sums import Drift, ProcessGroups, summed
@@ -180,11 +181,10 @@ class MatrixStack:
             factors = self.U[i], D[i]  # (m, r) and (r, n)
             if self.V is not None:
                 factors = self.U[i] @ D[i], self.V[i].mT
-            # A narrower dtype would round the weight after each of the two operations.
-            exact = weight if in_place else weight.to(self.dtype).mul_(shrink)
-            exact.addmm_(*factors, alpha=-lr * self.settings.scale)
-            if not in_place:
-                weight.copy_(exact)
+            with rounded_once([weight]) as (exact,):
+                if not in_place:
+                    exact.mul_(shrink)
+                exact.addmm_(*factors, alpha=-lr * self.settings.scale)
 
     def state(self, index: int) -> dict[str, Tensor]:
         """Return what a checkpoint holds of a matrix: DTensors of a sharded one, no copies."""
@@ -235,8 +235,6 @@ class DenseParameters:
         """
         if not self.parameters:
             return
-        weights = [local_part(parameter) for parameter in self.parameters]
-        exact = [w.to(m.dtype) for w, m in zip(weights, self.exp_avg, strict=True)]
         gradients = [
             local_gradient(parameter).to(m.dtype)
             for parameter, m in zip(self.parameters, self.exp_avg, strict=True)
@@ -245,23 +243,21 @@ class DenseParameters:
             name: float(hyper[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")
         }
         # The kernel counts steps on the device; TSR-Adam's counter is on the host.
-        counts = torch.full((len(exact),), steps - 1, device=exact[0].device)
-        adamw(
-            exact,
-            gradients,
-            self.exp_avg,
-            self.exp_avg_sq,
-            [],
-            list(counts.unbind()),
-            fused=True,
-            found_inf=rejected.float(),
-            amsgrad=False,
-            maximize=False,
-            **options,
-        )
-        for weight, wide in zip(weights, exact, strict=True):
-            if weight is not wide:
-                weight.copy_(wide)
+        counts = torch.full((len(gradients),), steps - 1, device=gradients[0].device)
+        with rounded_once([local_part(parameter) for parameter in self.parameters]) as exact:
+            adamw(
+                exact,
+                gradients,
+                self.exp_avg,
+                self.exp_avg_sq,
+                [],
+                list(counts.unbind()),
+                fused=True,
+                found_inf=rejected.float(),
+                amsgrad=False,
+                maximize=False,
+                **options,
+            )
 
 
 def stack_alike(
