@@ -121,11 +121,8 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
 
 def averaged(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
     """Return a step's rows with what optimizers send in an average step."""
-    return [row for row in rows if row.pass_ != "optimizer"] + _mean_of_optimizers(run, pp_rank)
-
-
-def _mean_of_optimizers(run: Run, pp_rank: int) -> list[Traffic]:
-    return run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
+    others = [row for row in rows if row.pass_ != "optimizer"]
+    return others + run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
 
 
 def exchanged_units(run: Run) -> dict[str, Unit]:
@@ -152,7 +149,7 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
 def gradient_bytes(run: Run, pp_rank: int) -> int:
     """Return what a mean step's gradients take between data-parallel ranks; cores are gradients."""
     roles = ("gradient", "index", "core", "sketch", "basis", "outer")
-    rows = _data(run, pp_rank) + _mean_of_optimizers(run, pp_rank)
+    rows = averaged(run, pp_rank, _data(run, pp_rank))
     own = [row for row in rows if row.role in roles and row.mesh_dim != "tp"]
     return sent_bytes(own, run.wire_dtypes)
 
