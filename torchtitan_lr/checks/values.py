@@ -205,23 +205,18 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
         masks = 4 * ranks * training.local_batch_size * pairs
     if 4 * (4 * weights * ranks + tokens * by_token) + masks < memory:
         return
-    needed = _needed(config, world_size, ranks) + masks
-    if needed > memory:
-        want = f"less, or a smaller model or training.seq_len: {ranks} ranks need "
-        want += f"{(needed + ranks * BARE) / _GIB:,.1f} GiB, this machine has "
-        want += f"{machine_memory() / _GIB:,.1f}; training.check_memory = false starts anyway"
-        raise ConfigError("training.local_batch_size", training.local_batch_size, want)
-
-
-def _needed(config: Any, world_size: int, ranks: int) -> float:
-    """Return the bytes that a machine's ranks need at their peak."""
     # Late: few runs need it.
     from torchtitan_lr.costs.described_run import read_run
     from torchtitan_lr.costs.memory import rank_memories
 
     run = read_run(config, world_size)
-    peaks = [memory["peak"] for memory in rank_memories(run, on_gpu=False)]
-    return ranks * sum(peaks) / run.pp
+    peaks = [parts["peak"] for parts in rank_memories(run, on_gpu=False)]
+    needed = ranks * sum(peaks) / run.pp + masks
+    if needed > memory:
+        want = f"less, or a smaller model or training.seq_len: {ranks} ranks need "
+        want += f"{(needed + ranks * BARE) / _GIB:,.1f} GiB, this machine has "
+        want += f"{machine_memory() / _GIB:,.1f}; training.check_memory = false starts anyway"
+        raise ConfigError("training.local_batch_size", training.local_batch_size, want)
 
 
 def machine_memory() -> int:

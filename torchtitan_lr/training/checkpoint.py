@@ -12,7 +12,7 @@ import glob
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan_lr.agreement import first_rank_with, from_first_rank
+from torchtitan_lr.agreement import from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints import folders, safe_metadata, saving
 from torchtitan_lr.checkpoints.record import (
     DamagedError,
@@ -129,7 +128,8 @@ class CheckpointManager(TitanCheckpointHooks):
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
-            finite = _finite_weights(self.states[MODEL].state_dict().values())
+            own = map(local_part, self.states[MODEL].state_dict().values())
+            finite = all(from_all_ranks(saving.all_finite(own)))
             saving.write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
             return None
         weights = [*self.states[MODEL].state_dict()] if MODEL in self.states else []
@@ -288,9 +288,3 @@ class CheckpointManager(TitanCheckpointHooks):
 def _cause(error: CheckpointException) -> str:
     """Return the first cause of a failed save or load, in one line."""
     return describe(next(iter(error.failures.values()))[0])
-
-
-def _finite_weights(parameters: Iterable[Tensor]) -> bool:
-    """Return whether every parameter on every rank has a finite norm; call it on every rank."""
-    weights = [local_part(parameter).detach() for parameter in parameters]
-    return first_rank_with(None if saving.all_finite(weights) else "not finite") is None
