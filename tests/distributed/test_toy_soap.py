@@ -50,4 +50,4 @@ def test_soap_for_factors(
 
     vanilla = build_job_config([*arguments, "--parallelism.tp_plan=vanilla"])
     with pytest.raises(ConfigError, match="'btp' with widths that the ranks divide"):
-        check_job_config(vanilla, 4, "cpu", on_paper=True)
+        check_job_config(vanilla, 4, "cpu", data="paper")

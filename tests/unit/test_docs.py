@@ -182,7 +182,7 @@ def test_a_documented_command_is_accepted(page, variables, name, arguments):
     assert name in COMMANDS
     if name == "train":
         if (found := training_config(variables, arguments)) is not None:
-            check_job_config(*found, "cuda", on_paper=True)
+            check_job_config(*found, "cuda", data="paper")
         return
     arguments = [a for a in arguments if a not in ("…", "...")]
     parsed = parser_of(name).parse_args(arguments)
@@ -190,7 +190,7 @@ def test_a_documented_command_is_accepted(page, variables, name, arguments):
         for path in parsed.configs:
             world = parsed.world or 8
             config = fitted([f"--job.config_file={find_config(path)}", *parsed.overrides], world)
-            check_job_config(config, world, "cuda", on_paper=True)
+            check_job_config(config, world, "cuda", data="paper")
 
 
 def test_the_pages_have_commands():

@@ -3,7 +3,6 @@
 
 import logging
 import warnings
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +58,9 @@ def rehearse_rank(config: Any, world: int, rank: int) -> None:
     """Build a rank's part of the model, parallel and with its optimizer, and run a micro-batch."""
     section, training = config.parallelism, config.training
     device, spec = torch.device(bind_device()), get_train_spec(config.model.name)
-    with ExitStack() as until:
-        until.enter_context(warnings.catch_warnings())
+    dtype = set_default_dtype(TORCH_DTYPE_MAP[training.dtype])
+    with warnings.catch_warnings(), fake_process_group(world, rank), without_vote(), dtype:
         warnings.simplefilter("ignore")  # of outputs that are views of fake tensors
-        until.enter_context(fake_process_group(world, rank))
         dims = ParallelDims(
             dp_replicate=section.data_parallel_replicate_degree,
             dp_shard=section.data_parallel_shard_degree,
@@ -76,32 +74,28 @@ def rehearse_rank(config: Any, world: int, rank: int) -> None:
         dims.build_mesh()
         args = spec.model_args[config.model.flavor]
         args.update_from_config(config)
-        until.enter_context(set_default_dtype(TORCH_DTYPE_MAP[training.dtype]))
         with torch.device("meta"):
             model = spec.model_cls(args)
         loss_of, pipeline = build_loss(config), None
         if dims.pp_enabled:
             assert spec.pipelining_fn is not None
-            build = spec.pipelining_fn
             arguments = (dims, config, device, args, spec.parallelize_fn, loss_of)
-            pipeline, parts, _, _ = build(model, *arguments)
+            pipeline, parts, _, _ = spec.pipelining_fn(model, *arguments)
         else:
             parts = [spec.parallelize_fn(model, dims, config)]
-        until.enter_context(without_vote())
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             for part in parts:
                 part.to_empty(device=device)
         spec.build_optimizers_fn(parts, config.optimizer, dims)  # reads the ranks of the mesh
-        until.enter_context(fake)
-        tokens = torch.zeros(
-            training.local_batch_size, training.seq_len // dims.cp, dtype=torch.long, device=device
-        )
-        divisor = torch.ones((), device=device)
-        synchronize_gradients(parts, True)
-        more = loss_arguments(parts[0], tokens)
-        if pipeline is not None:
-            pipeline.is_last_round = True
-            pipeline.forward_backward(tokens, tokens, divisor, **more)
-        else:
-            (loss_of(parts[0](tokens, **more), tokens) / divisor).backward()
+        shape = training.local_batch_size, training.seq_len // dims.cp
+        with fake:
+            tokens = torch.zeros(shape, dtype=torch.long, device=device)
+            divisor = torch.ones((), device=device)
+            synchronize_gradients(parts, True)
+            more = loss_arguments(parts[0], tokens)
+            if pipeline is not None:
+                pipeline.is_last_round = True
+                pipeline.forward_backward(tokens, tokens, divisor, **more)
+            else:
+                (loss_of(parts[0](tokens, **more), tokens) / divisor).backward()

@@ -35,22 +35,18 @@ _CHECKS: tuple[tuple[Check, Literal["", "files", "corpora", "tokens"]], ...] = (
     (stored.check_stored_data, "tokens"),
 )
 
-Data = Literal["prepare", "find", "none", "prepared"]
-"""How far a check goes with the corpora: it prepares them, only finds their files, or neither; what
-is left for a run whose tokens are prepared after they were found."""
+Data = Literal["prepare", "find", "none", "paper", "prepared"]
+"""How far a check goes: it prepares the corpora, only finds their files, or neither; ``paper``
+reads no file of this machine; ``prepared`` is what is left where tokens were found earlier."""
 
 _LEFT_OUT = {"prepare": set[str](), "find": {"tokens"}, "none": {"tokens", "corpora"}}
-_LEFT_OUT["prepared"] = {"", "files", "corpora"}
+_LEFT_OUT |= {"paper": {"tokens", "corpora", "files"}, "prepared": {"", "files", "corpora"}}
 
 
 def check_job_config(
-    config: Any, world_size: int, device_type: str, on_paper: bool = False, data: Data = "prepare"
+    config: Any, world_size: int, device_type: str, data: Data = "prepare"
 ) -> None:
-    """Raise a ConfigError for the first key with which a configuration cannot run.
-
-    `on_paper` skips the checks of this machine's files.
-    """
-    left_out = {"files", "corpora", "tokens"} if on_paper else _LEFT_OUT[data]
+    """Raise a ConfigError for the first key with which a configuration cannot run."""
     for check, needs in _CHECKS:
-        if needs not in left_out:
+        if needs not in _LEFT_OUT[data]:
             check(config, world_size, device_type)

@@ -212,7 +212,7 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
         masks = 4 * ranks * training.local_batch_size * pairs
     if 4 * (4 * weights * ranks + tokens * by_token) + masks < memory:
         return
-    # Late: few runs need them.
+    # Late: few runs need it.
     from torchtitan_lr.costs.described_run import read_run
     from torchtitan_lr.costs.memory import rank_memories
 

@@ -20,7 +20,7 @@ from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 def add_arguments(parser: OneLineParser) -> None:
     """Add CONFIG and the option."""
     parser.takes_overrides = True
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
+    parser.add_shared("config")
     parser.add_argument("--world", type=int, help="GPUs; by default the ranks of this machine")
 
 

@@ -180,7 +180,7 @@ def _model_of(config: Any) -> list[Setting]:
 def _set_by(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the values of overrides by their keys; ``--a.no_b`` sets ``a.b``."""
     overrides = parse.split_arguments(list(arguments))
-    return _flat(parse.apply_overrides({}, overrides, config_class()))
+    return _flat(parse.typed_overrides(overrides, config_class()))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

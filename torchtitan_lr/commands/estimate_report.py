@@ -65,7 +65,7 @@ def read_first(path: str, world: int | None, overrides: Sequence[str]) -> Run:
     ranks = least_ranks(vars(config.parallelism)) if world is None else world
     if fitted := fit(config, arguments, ranks):
         config = build_job_config([*arguments, *fitted])
-    check_job_config(config, ranks, "cuda", on_paper=True)
+    check_job_config(config, ranks, "cuda", data="paper")
     return read_run(config, ranks)
 
 
@@ -80,7 +80,7 @@ def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | Co
     if FULL_RANK in plans and run.checkpointing == "low_rank":  # full rank has no latents to keep
         section = replace(config.activation_checkpoint, mode="full")
         config = replace(config, activation_checkpoint=section)
-        check_job_config(config, run.world, "cuda", on_paper=True)
+        check_job_config(config, run.world, "cuda", data="paper")
     dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")
     for name in plans:
         if name != FULL_RANK and not low.low_rank:
@@ -221,7 +221,7 @@ def _number(x: float) -> str:
 
 def report_layouts(run: Run, hardware: Hardware, splits: bool = True) -> dict[str, Any]:
     """Find a run's layouts, see `find_layouts`; return them as a dictionary, the fastest first."""
-    check = partial(check_job_config, world_size=run.world, device_type="cuda", on_paper=True)
+    check = partial(check_job_config, world_size=run.world, device_type="cuda", data="paper")
     found, refused = find_layouts(run, hardware, check, splits)
     found.sort(key=lambda layout: layout.time.total)
     fitting = [layout for layout in found if layout.fits]
@@ -286,8 +286,7 @@ def _slower(fitting: list[Modelled]) -> list[dict[str, Any]]:
         if layout in shown:
             continue
         best, own = shown[0].time, layout.time
-        more = {part: getattr(own, part) - getattr(best, part) for part in _PARTS}
-        part = max(more, key=lambda name: more[name])
+        part = max(_PARTS, key=lambda name: getattr(own, name) - getattr(best, name))
         rows.append({"layout": name_of(layout.run), "times": own.total / best.total, "by": part})
     return rows
 

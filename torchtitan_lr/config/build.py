@@ -51,7 +51,7 @@ def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_reco
     if isinstance(module, str) and module != schema.Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
     layers = [parse.check_toml(layer, config_cls, skip_unknown=of_record) for layer in layers]
-    given = parse.apply_overrides({}, overrides, config_cls)
+    given = parse.typed_overrides(overrides, config_cls)
     own = with_own_rates(layers, given.get("optimizer", {}).get("name"))
     values = parse.merge_tables([*own, given])
     name = values.get("optimizer", {}).get("name", schema.Optimizer.name)

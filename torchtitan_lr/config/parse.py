@@ -150,14 +150,12 @@ def check_toml(
     return checked
 
 
-def apply_overrides(
-    values: dict[str, Any], overrides: list[Override], config_cls: type
-) -> dict[str, Any]:
-    """Convert command-line overrides to their types and write them over checked TOML values.
+def typed_overrides(overrides: list[Override], config_cls: type) -> dict[str, Any]:
+    """Return the tables of command-line overrides, whose texts become values of the keys' types.
 
     A boolean is ``--a.b``, ``--a.no_b`` or ``--a.b=true``, None ``None``, a list has commas.
     """
-    known = _keys(config_cls)
+    known, values = _keys(config_cls), dict[str, Any]()
     for key, text in overrides:
         *sections, name = key.split(".")
         positive = ".".join([*sections, name.removeprefix("no_")])

@@ -15,12 +15,7 @@ from typing import Any
 
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.hardware import Hardware
-from torchtitan_lr.costs.memory import (
-    largest_peak,
-    rank_memories,
-    rank_memory,
-    with_kept_inputs,
-)
+from torchtitan_lr.costs.memory import largest_peak, rank_memories, with_kept_inputs
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
@@ -144,21 +139,16 @@ def _fastest(run: Run, hardware: Hardware) -> Modelled:
         schedule = run.config.parallelism.pipeline_parallel_schedule
         batches = [n for n in batches if runs_with(schedule, run.pp, own // n)]
     found: list[Modelled] = []
-    too_large: Run | None = None
     for batch in batches:
-        tried = Modelled(with_batch(run, batch), hardware)
-        if batch > 1 and too_large and least_peak(tried.run, too_large) > hardware.memory_gib * GIB:
-            continue  # without a rehearsal
-        if batch > 1 and not tried.fits:
-            too_large = tried.run
-            continue
-        found.append(tried)
+        tried = Modelled(_with_batch(run, batch), hardware)
+        if batch == 1 or tried.fits:
+            found.append(tried)
         if len(found) == min(run.pp, 2):
             break
     return with_inputs(min(found, key=lambda layout: layout.time.total))
 
 
-def with_batch(run: Run, batch: int) -> Run:
+def _with_batch(run: Run, batch: int) -> Run:
     """Return a layout with a number of rows in a micro-batch."""
     config = run.config
     if run.pp > 1:
@@ -166,10 +156,3 @@ def with_batch(run: Run, batch: int) -> Run:
         return replace(run, config=replace(config, parallelism=section))
     training = replace(config.training, local_batch_size=batch)
     return replace(run, config=replace(config, training=training))
-
-
-def least_peak(run: Run, other: Run) -> float:
-    """Return less than the first rank's peak, by what blocks keep of a row in another batch."""
-    known = rehearse_run(other)
-    of_rows = known.block * run.microbatch / other.microbatch
-    return 0.98 * rank_memory(run, 0, replace(known, block=of_rows, ends=0, working=0))["peak"]

@@ -95,16 +95,10 @@ def communication_seconds(
     return seconds
 
 
-def model_step_time(
-    compute: float,
-    sent: Mapping[str, float],
-    element_wise: float = 0.0,
-    optimizer: float = 0.0,
-) -> StepTime:
-    """Model one optimizer step of one rank that sends for `communication_seconds`."""
-    hidden = min(sent["overlapped"], compute + element_wise)
-    exposed = sum(sent.values()) - hidden
-    return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
+def exposed_and_hidden(sent: Mapping[str, float], computing: float) -> tuple[float, float]:
+    """Split `communication_seconds` into what a rank waits for and what its computation hides."""
+    hidden = min(sent["overlapped"], computing)
+    return sum(sent.values()) - hidden, hidden
 
 
 def collective_seconds(row: Traffic, itemsize: int, dim: MeshDim, hardware: Hardware) -> float:
@@ -137,17 +131,18 @@ def step_time(
             for each in stages[stage]:
                 work = work.plus(each, run.rounds)
         sent = communication_seconds(rows, run.wire_dtypes, run.mesh, hardware)
-        device = product_seconds(work, hardware), kernel_seconds(work, hardware)
+        compute, element_wise = product_seconds(work, hardware), kernel_seconds(work, hardware)
+        device = compute + element_wise
         own = optimizer_seconds(run, pp_rank, hardware)
-        travels = min(_travelling_seconds(run, pp_rank, sum(device), hardware), sent["optimizer"])
+        travels = min(_travelling_seconds(run, pp_rank, device, hardware), sent["optimizer"])
         sent["optimizer"] -= travels
         sent["overlapped"] += travels
-        time = model_step_time(device[0], sent, device[1], own)
-        busy = sum(device) + time.exposed_communication - sent["optimizer"]
+        exposed, hidden = exposed_and_hidden(sent, device)
         calls = sum(row.calls for row in rows if row.pass_ != "optimizer")
         host = host_seconds(run, pp_rank, work.launches + calls, hardware)
-        times.append(replace(time, host=max(0.0, host - busy)))
-        slower, count = 1 + times[-1].host / sum(device), len(mine) * run.rounds
+        waits = max(0.0, host - (device + exposed - sent["optimizer"]))
+        times.append(StepTime(compute, exposed, hidden, 0.0, element_wise, own, waits))
+        slower, count = 1 + waits / device, len(mine) * run.rounds
         for stage in mine:
             forward, backward = (
                 slower * (product_seconds(each, hardware) + kernel_seconds(each, hardware))

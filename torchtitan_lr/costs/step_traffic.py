@@ -121,8 +121,8 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
 
 def averaged(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
     """Return a step's rows with what optimizers send in an average step."""
-    passes = [row for row in rows if row.pass_ != "optimizer"]
-    return passes + run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
+    others = [row for row in rows if row.pass_ != "optimizer"]
+    return others + run.optimizer.mean_traffic(pp_rank) + run.outer.mean_traffic(pp_rank)
 
 
 def exchanged_units(run: Run) -> dict[str, Unit]:

@@ -452,8 +452,6 @@ def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batc
     """
     import torch
 
-    if len(parts) == 1:
-        return parts[0].read(numbers)
     apart = any(part.apart for part in parts)
     labels = torch.zeros(len(chosen), parts[0].seq_len, dtype=torch.int64)
     inputs = {name: torch.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}

@@ -298,9 +298,7 @@ class Reader:
                 # The rest of a line that is too long is not kept.
                 held += new[:cut] if cut else new[: max(0, LONGEST + 1 - len(held))]
                 if cut:
-                    yield Piece(
-                        str(path), bytes(held), len(held), start if is_plain else None, line
-                    )
+                    yield Piece(str(path), bytes(held), len(held), start, line)
                     start = place - len(new) + cut if is_plain else None
                     line += held.count(b"\n")
                     held = bytearray(new[cut:])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.run_record import by_key
+from torchtitan_lr.compat.devices import gpu_count
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import NO_EFFECT
@@ -298,10 +299,8 @@ class Sweep:
 
 
 def _visible_gpus() -> list[str]:
-    import torch
-
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
+    return given.split(",") if given else [*map(str, range(gpu_count()))]
 
 
 def table_of(points: Iterable[Point]) -> list[dict[str, Any]]:

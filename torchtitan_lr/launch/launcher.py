@@ -71,17 +71,16 @@ def rank_variables(environment: Environment) -> dict[str, str]:
 
 
 def run(
-    environment: Environment,
-    arguments: list[str],
+    placed: Placement,
     log_folder: Path,
-    config: Any,
     signed: str,  # what `locked` returned; empty with several machines
-    tell: Callable[[], object] = lambda: None,  # runs beside the ranks, where rank 0 is one
+    tell: Callable[[Placement], object],  # runs beside the ranks, where rank 0 is one
 ) -> int:
     """Run the ranks of this machine to their end and report; return the exit status."""
     from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
     from torchtitan_lr.launch.ranks import run_ranks
 
+    environment, config = placed.environment, placed.config
     folder, began = Path(config.job.dump_folder), time.time()
     variables = rank_variables(environment)
     if environment.nodes == 1:
@@ -105,9 +104,11 @@ def run(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals = Signals(stopped)
     ended = Event()
-    Thread(target=_once_started, args=(signals, ended, tell), daemon=True).start()
+    if not environment.comm_mode:
+        told = partial(tell, placed)
+        Thread(target=_once_started, args=(signals, ended, told), daemon=True).start()
     # A module without `begin_rank` outlives a launcher that is killed.
-    command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *arguments]
+    command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *placed.arguments]
     shown = environment.shown()
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
     ended.set()
@@ -183,20 +184,18 @@ def main(
     """
     try:
         placed = checked(sys.argv[1:] if argv is None else argv)
-        environment, config = placed.environment, placed.config
-        one_machine = environment.nodes == 1
-        if one_machine and (done := already_finished(config)):
+        one_machine = placed.environment.nodes == 1
+        if one_machine and (done := already_finished(placed.config)):
             print("\n".join(done))
             return EXIT_STATUS[FINISHED]
         if placed.note:
             print(placed.note, flush=True)
-        folder = config.job.dump_folder
+        folder = placed.config.job.dump_folder
         # The launchers of several machines share the folder; then rank 0 locks it.
         with run_folder.locked(folder) if one_machine else nullcontext("") as signed:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             log_folder.mkdir(parents=True)
-            told = partial(tell, placed) if not environment.comm_mode else lambda: None
-            return run(environment, placed.arguments, log_folder, config, signed, told)
+            return run(placed, log_folder, signed, tell)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_STATUS[LOST if isinstance(error, LostDeviceError) else run_folder.REFUSED]

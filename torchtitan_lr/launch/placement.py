@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checks.job import Data, check_job_config
+from torchtitan_lr.compat.devices import gpu_count as gpu_count
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import shipped_configs
@@ -154,13 +155,6 @@ def find_device(environment: Environment) -> str:
     return "cuda" if count else "cpu"
 
 
-def gpu_count() -> int:
-    """Return the number of this machine's GPUs of CUDA or ROCm that work."""
-    from torchtitan_lr.compat.devices import working_gpus  # late: it imports torch
-
-    return working_gpus()
-
-
 def lost_devices(ranks: int) -> str:
     """Return why ranks with GPUs cannot start here again; a new process asks the driver."""
     command = [sys.executable, "-c", f"from {__name__} import gpu_count; print(gpu_count())"]
@@ -224,8 +218,8 @@ def check_machines(
         want = f"{str(value).lower()} with MAX_RESTARTS={restarts}: a restart resumes"
         got = getattr(config.checkpoint, key)
         require(got == value, f"checkpoint.{key}", got, f"{want} from the newest checkpoint")
-    on_paper = environment.nodes > 1
-    check_job_config(config, environment.world_size, device_type, on_paper, data)
+    data = "paper" if environment.nodes > 1 else data
+    check_job_config(config, environment.world_size, device_type, data)
     if environment.min_nodes is None:
         return
     text = f"{environment.min_nodes}:{environment.nodes}"
@@ -237,7 +231,7 @@ def check_machines(
     require(codec == "none", "grad_compression.codec", codec, want)
     for nodes in range(environment.nodes - 1, environment.min_nodes - 1, -1):
         try:
-            check_job_config(config, environment.ranks * nodes, device_type, on_paper)
+            check_job_config(config, environment.ranks * nodes, device_type, data)
         except ConfigError as error:
             want = f"only numbers of machines that fit; {nodes} of {environment.ranks} ranks: "
             raise ConfigError("NNODES", text, f"{want}{error}") from error

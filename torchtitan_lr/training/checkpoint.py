@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan_lr.agreement import first_rank_with, from_first_rank
+from torchtitan_lr.agreement import from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints import folders, safe_metadata, saving
 from torchtitan_lr.checkpoints.record import (
     DamagedError,
@@ -128,8 +128,8 @@ class CheckpointManager(TitanCheckpointHooks):
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
-            weights = map(local_part, self.states[MODEL].state_dict().values())
-            finite = first_rank_with(None if saving.all_finite(weights) else "not finite") is None
+            own = map(local_part, self.states[MODEL].state_dict().values())
+            finite = all(from_all_ranks(saving.all_finite(own)))
             saving.write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
             return None
         names = [*self.states[MODEL].state_dict()] if MODEL in self.states else []

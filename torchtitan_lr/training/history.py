@@ -1,8 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A run's history ``metrics.jsonl``, its summary; torch is not needed."""
 
+import json
 import logging
 import math
+import os
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +32,20 @@ VALIDATION_COMMON = f"{VALIDATION}of_common_weights"  # as in training
 UNIGRAM_ENTROPY = f"{VALIDATION}unigram_entropy"  # of its tokens, nats per token
 
 SUMMARY_FILE = "summary.json"
+
+
+def append_record(path: Path, metrics: dict[str, Any], step: int) -> None:
+    """Append a record to a ``metrics.jsonl``; NaN and infinity, which JSON has not, become null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
+    record = {"step": step} | dict.fromkeys(metrics) | kept
+    with path.open("ab+") as file:
+        # A kill or a full disk may have cut off the line before it.
+        if (size := file.seek(0, os.SEEK_END)) > 0:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(f"{json.dumps(record)}\n".encode())
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:

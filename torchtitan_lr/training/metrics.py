@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from functools import partialmethod
 from pathlib import Path
@@ -40,26 +40,6 @@ WANDB_ID_FILE = "wandb_run_id"
 _WHOSE = " (replicas' own)", " (common)"  # the weights of a loss, of replicas that train apart
 
 _LONGEST_UPLOAD = 60  # seconds at the end of a run
-
-
-@dataclass
-class HistoryLogger:
-    """Appends each record to a JSON-lines file, so that curves survive an interruption."""
-
-    path: Path
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Append one record; JSON has no NaN and no infinity, so both become null."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
-        record = {"step": step} | dict.fromkeys(metrics) | kept
-        with self.path.open("ab+") as file:
-            # A kill or a full disk may have cut off the line before it.
-            if (size := file.seek(0, os.SEEK_END)) > 0:
-                file.seek(size - 1)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(f"{json.dumps(record)}\n".encode())
 
 
 class RunTensorBoard(components.TensorBoardLogger):
@@ -226,10 +206,10 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         self._model_args = model_args
         self.exit_status = 0
         self._pace = Pace(job_config.training.steps)
-        self.history: HistoryLogger | None = None
+        self.history: Path | None = None  # the file, on rank 0
         self.logger = Loggers()
         if dist.get_rank() == 0:
-            self.history = HistoryLogger(Path(job_config.job.dump_folder) / history.HISTORY_FILE)
+            self.history = Path(job_config.job.dump_folder) / history.HISTORY_FILE
         self.seconds = 0.0  # of training since the last logged step: no validation, no saving
         self._last_logged_step = 0
         self.outer: OuterSteps | None = None  # of replicas that train apart
@@ -250,7 +230,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             config["model_args"] = drop_marker(asdict(self._model_args))
         metrics, dump_folder = self.job_config.metrics, Path(self.job_config.job.dump_folder)
         rank = dist.get_rank()
-        records = [] if self.history is None else history.read_history(self.history.path)
+        records = [] if self.history is None else history.read_history(self.history)
         # Later records are dropped: a run resumed from ``step`` writes them again.
         kept = [each for each in records if each["step"] <= step]
         repeats = differs and len(kept) < len(records)
@@ -263,7 +243,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             self.logger.open(RunTensorBoard, folder, step, config)
         # A file that cannot be read has no records here, and is left as it is.
         if self.history is not None and records:
-            write_whole(self.history.path, "".join(json.dumps(each) + "\n" for each in kept))
+            write_whole(self.history, "".join(json.dumps(each) + "\n" for each in kept))
 
     def close(self) -> None:
         """Close the loggers; loggers that record failed runs get ``exit_status``."""
@@ -338,7 +318,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
 
     def _write(self, metrics: dict[str, Any], step: int) -> None:
         if self.history is not None:
-            self.history.log(metrics, step)
+            history.append_record(self.history, metrics, step)
         self.logger.log(metrics, step)
 
     def log_validations(self, step: int, sets: Mapping[str, Mapping[str, float]]) -> None:
@@ -366,7 +346,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             return
         config, dims = self.job_config, self.parallel_dims
         file = Path(config.job.dump_folder) / history.SUMMARY_FILE
-        records = history.read_history(self.history.path)
+        records = history.read_history(self.history)
         curve = file.with_name("curve.png")
         what = config.job.description or f"{config.model.name} {config.model.flavor}"
         figures.draw_curve(records, curve, f"{what}, {described_layout(dims)}")

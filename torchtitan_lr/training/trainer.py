@@ -437,7 +437,7 @@ class Trainer(TitanTrainer):
     def _has_validated(self) -> bool:
         if (log := self.metrics_processor.history) is None:
             return False
-        records = history.read_history(log.path)
+        records = history.read_history(log)
         return any(r["step"] == self.step and history.VALIDATION_LOSS in r for r in records)
 
     def _set_timeouts(self, seconds: int) -> None:

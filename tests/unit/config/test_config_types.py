@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from torchtitan_lr.config.parse import apply_overrides, check_toml, split_arguments
+from torchtitan_lr.config.parse import check_toml, split_arguments, typed_overrides
 from torchtitan_lr.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ class Config:
 
 
 def from_cli(*argv):
-    return apply_overrides({}, split_arguments(list(argv)), Config)
+    return typed_overrides(split_arguments(list(argv)), Config)
 
 
 def from_toml(values):

@@ -46,7 +46,7 @@ def script():
 def paper_run(path, world=None, *overrides):
     config = build_job_config([f"--job.config_file={path}", *overrides])
     world = least_ranks(vars(config.parallelism)) if world is None else world
-    check_job_config(config, world, "cuda", on_paper=True)
+    check_job_config(config, world, "cuda", data="paper")
     return read_run(config, world)
 
 

@@ -6,10 +6,7 @@ import json
 import pytest
 
 from tests.commands import Command
-from torchtitan_lr.commands.estimate_report import read_first
-from torchtitan_lr.costs.layouts import MOST_TOKENS, least_peak, with_batch
-from torchtitan_lr.costs.memory import rank_memory
-from torchtitan_lr.costs.rehearsal import rehearse_run
+from torchtitan_lr.costs.layouts import MOST_TOKENS
 
 SHAPE = ["--training.seq_len=2048", "--training.global_batch_size=64"]
 SHAPE += ["--training.local_batch_size=1", "--validation.seq_len=256"]
@@ -61,14 +58,3 @@ def test_the_table_says_why_others_lose(estimate, capsys):
     assert "H100" in out and "GPU-hours" in out and "times as long, by" in out
     assert estimate.main(["cola_1b", "cola_60m", "--layouts"]) == 2
     assert "--layouts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_what_is_not_rehearsed_cannot_fit(pp):
-    """The bound of a micro-batch's memory by another one is below its peak, and not far."""
-    stages = f"--parallelism.pipeline_parallel_degree={pp}"
-    first = read_first("cola_60m", 4, [*SHAPE, stages, "--training.local_batch_size=16"])
-    for rows, others in ((2, 8), (8, 2)):
-        run = with_batch(first, rows)
-        peak = rank_memory(run, 0, rehearse_run(run))["peak"]
-        assert 0.5 * peak < least_peak(run, with_batch(first, others)) < peak

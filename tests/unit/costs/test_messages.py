@@ -74,7 +74,7 @@ def test_published_volumes_of_7b(plan: str, gib: float) -> None:
 
 def paper_run(world: int, *options: str) -> Run:
     config = build_job_config([*options, "--training.global_batch_size=-1"])
-    check_job_config(config, world, "cuda", on_paper=True)
+    check_job_config(config, world, "cuda", data="paper")
     return read_run(config, world)
 
 

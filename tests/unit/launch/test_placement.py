@@ -41,7 +41,7 @@ def gpus(variables, monkeypatch, tmp_path):
 def placed(*arguments):
     """What is started, as the checks accept it."""
     found = placement.place(placement.read_environment(), list(arguments))
-    check_job_config(found.config, found.environment.world_size, found.device, on_paper=True)
+    check_job_config(found.config, found.environment.world_size, found.device, data="paper")
     return found
 
 
@@ -116,7 +116,7 @@ def test_a_debug_file_trains_the_same_batches_on_any_ranks(gpus, tmp_path, name,
     config = f"--job.config_file={ROOT}/train_configs/debug_{name}.toml"
     given = [load] * (name == "finetune")
     found = placement.place(placement.read_environment(), [config, *given])
-    check_job_config(found.config, ranks, "cpu", on_paper=True)
+    check_job_config(found.config, ranks, "cpu", data="paper")
     assert (found.environment.ranks, batch(found)) == (ranks, 16)
     assert ("losses depend on the number" in found.note) == (name == "tagc" and ranks > 1)
     # An estimate is of the same run.

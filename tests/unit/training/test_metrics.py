@@ -23,8 +23,8 @@ from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training import metrics
 from torchtitan_lr.training.figures import draw_curve
-from torchtitan_lr.training.history import TRAIN_COMMON, build_summary, read_history
-from torchtitan_lr.training.metrics import HistoryLogger, LowRankMetricsProcessor
+from torchtitan_lr.training.history import TRAIN_COMMON, append_record, build_summary, read_history
+from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 
 GIB = 2**30
 EXACT = 1e-12  # ratios of a few fp64 numbers
@@ -65,7 +65,7 @@ def processor_of(tmp_path, monkeypatch):
 def log(processor, step, seconds, **extra):
     processor.seconds += seconds
     processor.log(step, 2.5, 3.5, 0.25, extra)
-    return json.loads(processor.history.path.read_text().splitlines()[-1])
+    return json.loads(processor.history.read_text().splitlines()[-1])
 
 
 def test_speed_by_hand(processor_of):
@@ -127,18 +127,18 @@ def test_the_console_says_whose_loss_it_shows(mean, processor_of, monkeypatch):
 
 
 def test_history_survives_non_finite_values_and_a_torn_line(tmp_path):
-    file = HistoryLogger(tmp_path / "runs" / "metrics.jsonl")
-    file.log({"loss": 0.1 + 0.2, "norm": math.nan}, step=1)
-    with file.path.open("a") as torn:  # by a kill
+    path = tmp_path / "runs" / "metrics.jsonl"
+    append_record(path, {"loss": 0.1 + 0.2, "norm": math.nan}, step=1)
+    with path.open("a") as torn:  # by a kill
         torn.write('{"step": 2, "lo')
-    file.log({"loss": math.inf}, step=2)
-    file.log({"loss": 1.0}, step=3)
-    assert read_history(file.path) == [
+    append_record(path, {"loss": math.inf}, step=2)
+    append_record(path, {"loss": 1.0}, step=3)
+    assert read_history(path) == [
         {"step": 1, "loss": 0.1 + 0.2, "norm": None},
         {"step": 2, "loss": None},
         {"step": 3, "loss": 1.0},
     ]
-    text = file.path.read_text()
+    text = path.read_text()
     assert "NaN" not in text and len(text.splitlines()) == 4  # no empty line
 
 
