@@ -43,6 +43,9 @@ for node in n1 n2; do SLURMD_NODENAME=$node "$@"; done
 exit 4
 """
 SAVES = "echo $$ >$CALLS.srun; trap 'exit 0' USR2; kill -USR1 $PPID; while :; do sleep 0.1; done"
+NOTICED = f"""echo $$ >$CALLS.srun; trap noticed=1 USR2; kill -USR1 $PPID
+until [ -n "$noticed" ]; do sleep 0.1; done
+{LOSES}"""
 
 
 def write_command(path, body):
@@ -97,6 +100,7 @@ def test_slurm_finds_the_options_of_its_script():
         (LOSES, {}, 4, True),
         (LOSES, {"NGPU": "8", "EXCLUDED": "n7,n9", "NNODES": "1:2"}, 4, True),
         (LOSES, {"NNODES": "1:2", "OTHER": "0"}, 0, False),  # finished without that node
+        (NOTICED, {"NNODES": "1:2", "OTHER": "0"}, 4, True),  # saved without it
         (LOSES, {"NGPU": "16"}, 4, False),  # more than each node has
         ("exit 0", {"NGPU": "4", "SLURM_GPUS_ON_NODE": ""}, 0, False),  # on CPUs
     ],
@@ -111,10 +115,10 @@ def test_a_slurm_job_returns_when_it_should(submit, tmp_path, ending, variables,
     assert calls[0].endswith(ends)
     assert f" --kill-on-bad-exit={int(nodes == '2')} " in calls[0]
     assert "./run_llama_train.sh --training.steps=5" in calls[0]
-    assert ("scancel --signal=USR1 70042.0" in calls) == (ending == SAVES)
+    assert ("scancel --signal=USR1 70042.0" in calls) == ("-USR1" in ending)
     without = "n7,n9,n2" if "EXCLUDED" in variables else "n2"
     told = f"update JobId=70042 ExcNodeList={without}"
-    assert (calls[-1] == told) == (ending == LOSES and requeued)
+    assert (calls[-1] == told) == (LOSES in ending and requeued)
     undo = f"\nstarts without {without}; to return them: scontrol update JobId=70042 ExcNodeList=\n"
     assert (undo in (tmp_path / "log").read_text()) == (calls[-1] == told)
 

@@ -47,13 +47,12 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
 
 def check_folders(config: Any, world_size: int, device_type: str) -> None:
     """Check that the run's folders can be written: the first save may be hours away."""
-    inside = Path(config.checkpoint.folder)
-    given = (("job.dump_folder", config.job.dump_folder), ("checkpoint.folder", str(inside)))
-    for key, name in given:
-        require(":/" not in name, key, name, "a folder of this machine or of a shared file system")
+    saves = config.checkpoint.folder
+    for key, name in (("job.dump_folder", config.job.dump_folder), ("checkpoint.folder", saves)):
+        require("://" not in name, key, name, "a folder of this machine or of a shared file system")
     # The dump folder is locked, and proved to be shared.
-    fits = not inside.is_absolute() and ".." not in inside.parts
-    require(fits, "checkpoint.folder", str(inside), "a folder within job.dump_folder")
+    fits = not Path(saves).is_absolute() and ".." not in Path(saves).parts
+    require(fits, "checkpoint.folder", saves, "a folder within job.dump_folder")
     dump_folder = Path(config.job.dump_folder).absolute()
     written = [("job.dump_folder", dump_folder), ("job.dump_folder", dump_folder / "logs")]
     if config.checkpoint.enable:

@@ -3,7 +3,8 @@
 
 Every layout trains the same rows in a step. Tensor parallelism stays within a node, and a row is
 split into pieces of at least `PIECE` tokens. Replicas are none, whole nodes or as many as there can
-be. A micro-batch has 1, 2, 4, … or 64 rows, of at most `MOST_TOKENS` tokens together.
+be. A micro-batch has 1, 2, 4, … or 64 rows, of at most `MOST_TOKENS` tokens together, and a
+pipeline as many micro-batches as its schedule wants.
 """
 
 import math

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.costs.messages import Traffic, backward, forward, merge
-from torchtitan_lr.models.ends import chunk_tokens
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
@@ -159,8 +158,11 @@ def model_traffic(
         rows += [replace(row, scope=f"block {i}") for row in block]
     rows += [replace(row, scope="head") for row in parts["head"]]
     # The log-sum-exp of every token is gathered from the ranks, in one call per chunk of tokens,
-    # and the loss is summed.
-    size = chunk_tokens(tokens, shape.dim)
+    # and the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all up to 512
+    # or d.
+    size = tokens
+    if tokens > max(shape.dim, 512):
+        size = min(max(-(-tokens // 8), 512), 4096)
     chunks = [tp_degree * min(size, tokens - start) for start in range(0, tokens, size)]
     rows.append(forward("all_gather", chunks, "loss", scope="head"))
     rows.append(forward("all_reduce", [1], "loss", scope="head"))

@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torchtitan_lr.costs.messages import Traffic, merge, of_pass
-from torchtitan_lr.optim.own_optimizer import split_buckets
 
 if TYPE_CHECKING:
     from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 
 Axis = Literal["rows", "columns"]
+Item = TypeVar("Item")
 
 BUCKET = 2**26  # elements of a bucket of dense gradients, and of what a refresh holds at a time
 
@@ -109,7 +109,7 @@ def tsr_traffic(
     rows: list[Traffic] = []
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
     cores = [m.core for m in plain]
-    for bucket in split_buckets(plain, cores, ceil(sum(cores) / settings.overlap_buckets)):
+    for bucket in _buckets(plain, cores, ceil(sum(cores) / settings.overlap_buckets)):
         rows += _sums("core", (((*m.contracted, *replicas), m.core) for m in bucket))
     # The optimizer stacks matrices that are alike, in the model's order.
     kinds = list(dict.fromkeys(m.kind for m in reversed(matrices)))
@@ -117,11 +117,11 @@ def tsr_traffic(
     fresh.sort(key=lambda m: kinds.index(m.kind))
     whole = [*dense, *(prod(m.block) for m in fresh if m.refreshes_densely)]
     most = min(BUCKET, ceil(sum(whole) / settings.overlap_buckets))
-    for sizes in split_buckets(whole, whole, most):
+    for sizes in _buckets(whole, whole, most):
         rows += _sums("gradient", [(replicas, sum(sizes))])
     for kind in kinds:
         alike = [m for m in fresh if m.kind == kind]
-        for bucket in split_buckets(alike, [m.held for m in alike], BUCKET):
+        for bucket in _buckets(alike, [m.held for m in alike], BUCKET):
             rows += _refresh(bucket, replicas, settings)
     return merge(rows)
 
@@ -177,3 +177,16 @@ def _sums(role: str, parts: Iterable[tuple[Iterable[str], int]]) -> list[Traffic
 
 def _row(op: str, role: str, elements: int, dim: str) -> Traffic:
     return of_pass("optimizer", op, [elements], role, "step", dim)
+
+
+def _buckets(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:
+    """Return runs of items of at most ``limit`` elements together, or of a larger item."""
+    result: list[list[Item]] = []
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not result or filled + size > limit:
+            result.append([])
+            filled = 0
+        result[-1].append(item)
+        filled += size
+    return result

@@ -50,8 +50,9 @@ class OuterStates:
         self._outer.together = not (whole and any(match[2] for match in found))
         if saved != replicas:
             self._residual = {}
-            how = "in turns, without what rounding has left of their messages"
-            console.info(f"{replicas} replicas go on with the {saved} that were saved, {how}")
+            what = f"{replicas} replicas go on with the {saved} that were saved, taken in turns"
+            dropped = ", without what rounding has left of their messages"
+            console.info(what + (dropped if self._outer.residual else ""))
 
     def state_dict(self) -> State:
         """Return the momentum, and this replica's residual and weights."""

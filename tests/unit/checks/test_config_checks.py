@@ -64,7 +64,7 @@ REFUSALS = [
     # The dump folder alone is locked, and proved to be shared.
     ("checkpoint.folder=/scratch/saves", "'/scratch/saves'", "a folder within job.dump_folder"),
     ("checkpoint.folder=../saves", "'../saves'", "a folder within job.dump_folder"),
-    ("checkpoint.folder=s3://bucket/saves", "'s3:/bucket/saves'", "a shared file system"),
+    ("checkpoint.folder=s3://bucket/saves", "'s3://bucket/saves'", "a shared file system"),
     ("profiling.profile_freq=3 profiling.enable_profiling", "3", "profiler_active, 4, or more"),
     # Keys of torchtitan that nothing here reads.
     ("memory_estimation.enable", "True", "not supported"),
