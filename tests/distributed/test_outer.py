@@ -69,8 +69,11 @@ def test_sgd_apart_for_a_step_is_sgd_on_the_mean_gradient(two_ranks: RankPool) -
     assert largest_difference(run, expected) < EXACT
 
 
-def clipped_apart(max_norm: float) -> tuple[float, float]:
-    """Train by the trainer, and by torch's classes on its gradients; return the difference."""
+def clipped_apart(max_norm: float) -> tuple[float, list[float], list[float]]:
+    """Train by the trainer, and by torch's classes on its gradients.
+
+    The difference, this replica's norms, and those that rank 0 has logged.
+    """
     options = [*APART, *degrees(local_batch=4), f"--training.max_norm={max_norm}"]
     with small_trainer([*options, "--training.steps=7"]) as trainer:
         own = trained_parameters(*trainer.model_parts)
@@ -104,12 +107,16 @@ def clipped_apart(max_norm: float) -> tuple[float, float]:
                 for name, weight in common.items():
                     twins[name].data.copy_(weight.data)
         gaps = [(local_part(own[n]) - twin).abs().max() for n, twin in twins.items()]
-    return float(max(gaps)), max(norms)
+        folder = Path(trainer.job_config.job.dump_folder)
+        logged = [record["grad_norm"] for record in read_history(folder / "metrics.jsonl")]
+    return float(max(gaps)), norms, logged
 
 
 def test_replicas_are_plain_models_with_norms_of_their_own(two_ranks: RankPool) -> None:
-    for gap, norm in two_ranks.run(clipped_apart, 0.5):
-        assert gap < 2e-6 and norm > 0.5
+    (gap, norms, logged), (other_gap, others, _) = two_ranks.run(clipped_apart, 0.5)
+    assert max(gap, other_gap) < 2e-6 and min(max(norms), max(others)) > 0.5
+    largest = [*map(max, norms, others)]
+    assert logged == pytest.approx(largest, rel=1e-6) and largest not in (norms, others)
 
 
 def coded_apart(bits: int) -> tuple[float, float]:

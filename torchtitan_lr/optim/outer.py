@@ -123,16 +123,20 @@ class OuterSteps:
 
     @torch.no_grad()
     def after(
-        self, step: int, last: bool = False, sending: AbstractContextManager[object] | None = None
+        self,
+        step: int,
+        last: bool = False,
+        sending: AbstractContextManager[object] | None = None,
+        rejected: bool = False,
     ) -> bool:
         """Exchange the fragments that are due after a step, all of them after the last one.
 
         Call it on every rank. It returns False, and has changed nothing by that exchange, if a
         rank's mean is not finite. The messages are sent inside of ``sending``. Those that overlap
-        are taken in here after the next step.
+        are taken in here after the next step. A step that was rejected has changed no weights.
         """
         fragments, self.began_together = self.section.fragments, self.together
-        self.together = False
+        self.together = self.together and rejected
         if self._sent is not None and not self._take_in():
             return False
         due = [*range(fragments)] if last else due_after(step, self.section.every, fragments)
@@ -148,7 +152,7 @@ class OuterSteps:
     def resume(self, step: int) -> None:
         """Send again what was on its way when step ``step`` was saved; call it on every rank."""
         due = due_after(step, self.section.every, self.section.fragments)
-        if self.section.overlap and due and not self.together:
+        if self.section.overlap and step and due and not self.together:
             self._send(due, overlaps=True)
 
     def _send(self, due: list[int], overlaps: bool) -> None:

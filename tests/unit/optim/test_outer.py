@@ -1,13 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Outer steps of replicas against the equations, and coded messages against plain numpy."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
 from torchtitan_lr.config.schema import Outer
+from torchtitan_lr.console.log import console
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.outer import BLOCK, OuterSteps, coded_bytes, decode, due_after, encode
 from torchtitan_lr.optim.outer import layer_fragments as fragments_of
+from torchtitan_lr.titan.components import MODEL, ModelWrapper
+from torchtitan_lr.training.outer_states import OuterStates
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
@@ -76,8 +82,9 @@ def test_outer_steps_are_those_of_sgd(bits, nesterov, overlap):
             outer.residual, outer.together = kept.residual, False
             outer.resume(step)
         else:
-            assert outer.after(step, last=step == 13)
+            assert outer.after(step, last=step == 13, rejected=step == 7)
         assert step != 7 or torch.equal(weight, outer.common["w"])
+        assert outer.together is (step == 13 or (not overlap and step in (3, 6, 7, 9, 12)))
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-8)
     assert outer.together and torch.equal(weight, outer.common["w"])
 
@@ -89,3 +96,39 @@ def test_what_is_not_finite_changes_nothing():
     assert not outer.after(3)
     assert outer.common["w"].eq(1).all() and outer.momentum["w"].eq(0).all()
     assert weight.tolist() == [1, torch.inf, 1, 1]
+
+
+def test_a_run_from_weights_inside_an_interval_sends_nothing_before_its_first_step():
+    weight = torch.nn.Parameter(torch.ones(4))
+    outer = OuterSteps({"w": weight}, 1, Outer(every=3, overlap=True))
+    weight.data += 1  # loaded, with the ones as common weights
+    outer.together = False
+    outer.resume(0)
+    assert outer.after(1) and outer.common["w"].eq(1).all()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_states_are_those_of_the_whole_model(together, monkeypatch):
+    """Buffers and what does not train too; another number of replicas says what it drops."""
+    lines = []
+    monkeypatch.setattr(console, "info", lines.append)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
+    parameters = trained_parameters(model)
+    outer = OuterSteps(parameters, 1, Outer(every=3, bits=4))
+    states = {MODEL: ModelWrapper(model)}
+    OuterStates(outer, None).replace_in(states)
+    assert states[MODEL].state_dict().keys() == model.state_dict().keys() > parameters.keys()
+    saved = copy.deepcopy(states[MODEL].state_dict())
+    own = {} if together else {"outer.replica_1.weights.0.weight": 0}
+    states["outer"].expect(["outer.replica_1.residual.0.weight", *own], whole=True)
+    told = "2 replicas were saved, and 1 go on, in turns; what rounding has left of their messages"
+    assert lines == [f"{told} is dropped"]
+    for value in model.state_dict().values():  # drawn again, or what a replica has trained
+        value += 1
+    trained = copy.deepcopy(model.state_dict())
+    states[MODEL].load_state_dict(saved)
+    for name, value in model.state_dict().items():
+        expected = trained if name in parameters and not together else saved
+        assert value.equal(expected[name])
+    assert all(value.equal(saved[name]) for name, value in outer.common.items())
