@@ -71,7 +71,7 @@ USUAL = [
     {"family": "full", "data": "fsdp", "tensor": "megatron", "optimizer": "muon"},
     {
         **{"family": "lax", "data": "fsdp", "accumulation": "twice"},
-        **{"optimizer": "lora_muon", "text": "mixture"},
+        **{"optimizer": "lora_muon", "text": "mixture", "outer": "steps"},
     },
     {
         **{"family": "full", "data": "hsdp", "accumulation": "twice"},

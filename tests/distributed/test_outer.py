@@ -23,9 +23,10 @@ from tests.unit.optim.test_outer import rounded
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.schema import Outer
 from torchtitan_lr.costs.step_traffic import compare, differences
-from torchtitan_lr.optim.containers import NamedOptimizers, trained_parameters
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer
 from torchtitan_lr.optim.outer import OuterSteps
+from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.history import TRAIN_COMMON, VALIDATION_COMMON, read_history
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -44,11 +45,8 @@ def test_one_replica_is_the_inner_optimizer_bit_for_bit(one_rank: RankPool) -> N
     assert run["losses"][:2] == moved["losses"][:2] and run["losses"][2] != moved["losses"][2]
 
 
-def build_sgd(parts: Any, config: Any, dims: Any) -> NamedOptimizers:
-    names = list(trained_parameters(*parts))
-    parameters = list(trained_parameters(*parts).values())
-    sgd = torch.optim.SGD([{"params": parameters, "param_names": names}], lr=0.1)
-    return NamedOptimizers(parts, [sgd])
+def build_sgd(parts: Any, config: Any, dims: Any) -> OptimizersContainer:
+    return OptimizersContainer(parts, torch.optim.SGD, {"lr": config.lr})
 
 
 def with_sgd(arguments: list[str]) -> dict[str, Any]:
@@ -69,8 +67,8 @@ def test_sgd_apart_for_a_step_is_sgd_on_the_mean_gradient(two_ranks: RankPool) -
     assert largest_difference(run, expected) < EXACT
 
 
-def clipped_apart(max_norm: float) -> tuple[float, float]:
-    """Train by the trainer, and by torch's classes on its gradients; return the difference."""
+def clipped_apart(max_norm: float) -> tuple[float, list[float], list[float]]:
+    """Train by the trainer, and by torch's classes; return the difference, own and logged norms."""
     options = [*APART, *degrees(local_batch=4), f"--training.max_norm={max_norm}"]
     with small_trainer([*options, "--training.steps=7"]) as trainer:
         own = trained_parameters(*trainer.model_parts)
@@ -104,12 +102,16 @@ def clipped_apart(max_norm: float) -> tuple[float, float]:
                 for name, weight in common.items():
                     twins[name].data.copy_(weight.data)
         gaps = [(local_part(own[n]) - twin).abs().max() for n, twin in twins.items()]
-    return float(max(gaps)), max(norms)
+        folder = Path(trainer.job_config.job.dump_folder)
+        logged = [record["grad_norm"] for record in read_history(folder / "metrics.jsonl")]
+    return float(max(gaps)), norms, logged
 
 
 def test_replicas_are_plain_models_with_norms_of_their_own(two_ranks: RankPool) -> None:
-    for gap, norm in two_ranks.run(clipped_apart, 0.5):
-        assert gap < 2e-6 and norm > 0.5
+    (gap, norms, logged), (other_gap, others, _) = two_ranks.run(clipped_apart, 0.5)
+    assert max(gap, other_gap) < 2e-6 and min(max(norms), max(others)) > 0.5
+    largest = [*map(max, norms, others)]
+    assert logged == pytest.approx(largest, rel=1e-6) and largest not in (norms, others)
 
 
 def coded_apart(bits: int) -> tuple[float, float]:
@@ -219,13 +221,12 @@ def loaded(arguments: list[str]) -> dict[str, Any]:
         drawn = local_part(weight).detach().clone()
         trainer.checkpointer.load(step=-1)
         (adamw,) = trainer.optimizers.optimizers
-        residual = trainer.outer.residual[name]
         return {
             "drawn": drawn,
             "weights": local_part(weight).detach().clone(),
             "moments": local_part(adamw.state[weight]["exp_avg"]).clone(),
             "common": local_part(trainer.outer.common[name]).clone(),
-            "residual": local_part(residual).clone(),
+            "residual": local_part(trainer.outer.residual[name]).clone(),
         }
 
 

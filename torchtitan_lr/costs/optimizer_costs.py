@@ -151,8 +151,8 @@ class OuterCost:
         entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
         if not self.rounds:
             return 2 * size * entries  # changes by parameter, and together
-        # The sum, its own message in fp32, and of one that is decoded bytes twice and fp32.
-        numbers = (1 + self.section.overlap) * size + 2 * 4 + 2
+        # The sum, its own message in fp32, and of one that is decoded bytes and fp32.
+        numbers = (1 + self.section.overlap) * size + 2 * 4 + 1
         return numbers * entries + (1 + self.run.replicas) * coded_bytes(entries, self.section.bits)
 
     def travelling_bytes(self, pieces: NamedShapes) -> int:

@@ -44,31 +44,31 @@ def encode(x: Tensor, bits: int) -> Tensor:
 
     The largest magnitude of a block is 2ᵇ⁻¹ - 1 times its scale: an error is at most scale / 2.
     """
-    blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    short = -len(x) % BLOCK
+    blocks = (F.pad(x, (0, short)) if short else x).float().view(-1, BLOCK)
     most = 2 ** (bits - 1) - 1
     scale = torch.linalg.vector_norm(blocks, torch.inf, 1, keepdim=True) / most  # (blocks, 1)
     # A block of zeros has scale 0.
     whole = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
-    if bits == 16:
-        codes = whole.to(torch.int16).view(torch.uint8)
-    else:
-        unsigned = whole.add_(most).to(torch.uint8)
-        codes = torch.zeros_like(unsigned[:, :: 8 // bits])
-        for place in range(8 // bits):
-            codes |= unsigned[:, place :: 8 // bits] << place * bits
+    codes = whole.to(torch.int16 if bits == 16 else torch.int8).view(torch.uint8)
+    if bits < 8:
+        places = codes.view(-1, 8 // bits, BLOCK * bits // 8)  # parts of a block share bytes
+        codes = places[:, -1]
+        for place in reversed(range(8 // bits - 1)):
+            codes = codes << bits | places[:, place] & 2**bits - 1
     return torch.cat([codes, scale.view(torch.uint8)], 1).flatten()
 
 
 def decode(message: Tensor, entries: int, bits: int) -> Tensor:
     """Return the fp32 numbers (entries,) of a message of `encode`."""
     rows = message.view(-1, BLOCK * bits // 8 + 4)
-    codes, scale = rows[:, :-4].contiguous(), rows[:, -4:].contiguous()
+    codes, scale = rows[:, :-4].view(torch.int8), rows[:, -4:].view(torch.float32)
     if bits == 16:
-        whole = codes.view(torch.int16).float()
-    else:
-        places = [codes >> place * bits & 2**bits - 1 for place in range(8 // bits)]
-        whole = torch.stack(places, -1).flatten(1).float().sub_(2 ** (bits - 1) - 1)
-    return whole.mul_(scale.view(torch.float32)).flatten()[:entries]
+        codes = codes.view(torch.int16)
+    elif bits < 8:  # a shift to the right repeats the sign
+        places = [codes << 8 - bits * (p + 1) >> 8 - bits for p in range(8 // bits)]
+        codes = torch.cat(places, 1)
+    return (codes * scale).flatten()[:entries]
 
 
 def layer_fragments(names: Iterable[str], layers: int, fragments: int) -> dict[str, int]:
@@ -123,16 +123,20 @@ class OuterSteps:
 
     @torch.no_grad()
     def after(
-        self, step: int, last: bool = False, sending: AbstractContextManager[object] | None = None
+        self,
+        step: int,
+        last: bool = False,
+        sending: AbstractContextManager[object] | None = None,
+        rejected: bool = False,
     ) -> bool:
         """Exchange the fragments that are due after a step, all of them after the last one.
 
         Call it on every rank. It returns False, and has changed nothing by that exchange, if a
         rank's mean is not finite. The messages are sent inside of ``sending``. Those that overlap
-        are taken in here after the next step.
+        are taken in here after the next step. A step that was rejected has changed no weights.
         """
         fragments, self.began_together = self.section.fragments, self.together
-        self.together = False
+        self.together = self.together and rejected
         if self._sent is not None and not self._take_in():
             return False
         due = [*range(fragments)] if last else due_after(step, self.section.every, fragments)
@@ -148,14 +152,14 @@ class OuterSteps:
     def resume(self, step: int) -> None:
         """Send again what was on its way when step ``step`` was saved; call it on every rank."""
         due = due_after(step, self.section.every, self.section.fragments)
-        if self.section.overlap and due and not self.together:
+        if self.section.overlap and step and due and not self.together:
             self._send(due, overlaps=True)
 
     def _send(self, due: list[int], overlaps: bool) -> None:
         """Begin to send the changes of fragments; a pipeline rank may have nothing of one."""
         own = {n: local_part(p) for n, p in self.parameters.items() if self._fragments[n] in due}
         messages, arrival = torch.cat([self._nothing, *map(self._change, own)]), None  # (n,)
-        if self.section.bits < 32:
+        if self.section.bits < 32 and len(messages):
             messages = encode(messages, self.section.bits)
         if self._mesh is not None and own:
             group, message = self._mesh.get_group(), messages
@@ -181,12 +185,11 @@ class OuterSteps:
             arrival.wait()
         sizes = [value.numel() for value in weights.values()]
         mean = known = messages
-        if self.section.bits < 32:
-            mean = self._nothing.new_zeros(sum(sizes))
-            for replica, message in enumerate(messages.chunk(self.replicas)):
-                numbers = decode(message, len(mean), self.section.bits)
-                mean += numbers  # in one order on all ranks
-                known = numbers if replica == self.replica else known
+        if self.section.bits < 32 and len(messages):
+            coded, of_each = messages.chunk(self.replicas), (sum(sizes), self.section.bits)
+            known, mean = decode(coded[self.replica], *of_each), self._nothing.new_zeros(sum(sizes))
+            for replica, message in enumerate(coded):  # in one order on all ranks
+                mean += known if replica == self.replica else decode(message, *of_each)
         mean /= self.replicas
         bad = (~mean.sum().isfinite()).float()  # without a copy of them
         if dist.is_initialized():

@@ -260,7 +260,7 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         """Log one training step, from 1.
 
         The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
-        mean of a rank. The norm is the full gradient's before clipping.
+        mean of a rank. The norm is the full gradient's or the largest replica's, before clipping.
         """
         # Tokens per second per device: the ranks of a tensor-parallel group read the same tokens.
         copies = self.parallel_dims.non_data_parallel_size

@@ -33,8 +33,11 @@ class OuterStates:
 
     def replace_in(self, states: State) -> None:
         """Replace those states of a checkpoint manager that outer steps change."""
+        self._model = states[MODEL]
         states[MODEL] = SimpleNamespace(
-            state_dict=lambda: dict(self._outer.common), load_state_dict=self._load_common
+            # What does not train, such as a buffer, is the model's own.
+            state_dict=lambda: self._model.state_dict() | self._outer.common,
+            load_state_dict=self._load_model,
         )
         states["optimizer"] = SimpleNamespace(
             state_dict=self._optimizer_state, load_state_dict=self._load_optimizer
@@ -80,10 +83,10 @@ class OuterStates:
         own = {name.removeprefix(self._prefix): value for name, value in state.items()}
         self._optimizers.load_state_dict(own)
 
-    def _load_common(self, state: State) -> None:
-        """Take the common weights; called last, when all other states are loaded."""
+    def _load_model(self, state: State) -> None:
+        """Take the model; called last, when all other states are loaded."""
         for name, common in self._outer.common.items():
             local_part(common).copy_(local_part(state[name]))
-            if self._outer.together:
-                local_part(self._outer.parameters[name]).copy_(local_part(common))
+        own = {} if self._outer.together else self._outer.parameters  # which are loaded
+        self._model.load_state_dict(state | own)
         self._source, self._residual = self._outer.replica, self._outer.residual

@@ -51,7 +51,14 @@ from torchtitan_lr.training.outer_states import OuterStates
 from torchtitan_lr.training.reader import BadDataError, StepData, StepReader, check_same_data
 from torchtitan_lr.training.step_graph import CudaCapture, StepGraph, shapes_of
 from torchtitan_lr.training.validate import Validator
-from torchtitan_lr.training.verdict import NonFiniteError, Origin, Verdict, decide, step_unless
+from torchtitan_lr.training.verdict import (
+    Findings,
+    NonFiniteError,
+    Origin,
+    Verdict,
+    decide,
+    step_unless,
+)
 from torchtitan_lr.training.watch import Watch
 
 MACHINES_CHANGED = "a change of machines"
@@ -203,12 +210,12 @@ class Trainer(TitanTrainer):
         self.lr_schedulers.step()
         self._losses.append(self.loss)
         # 8. Read the verdict on the host. Only then an outer step may change the weights.
-        self.settle(data, verdict)
+        findings = self.settle(data, verdict)
         with ledger or nullcontext():
-            self.exchange(ledger)
+            self.exchange(findings.rejected, ledger)
 
         if logs:
-            self._log_step(data, verdict, factor, began)
+            self._log_step(data, findings.norm, factor, began)
         else:
             self.metrics_processor.seconds += time.perf_counter() - began
 
@@ -296,15 +303,16 @@ class Trainer(TitanTrainer):
             compressor.exchanges = count
         return bool(loss.isfinite())
 
-    def exchange(self, ledger: CommLedger | None) -> None:
+    def exchange(self, rejected: bool, ledger: CommLedger | None) -> None:
         """Take the outer step that follows this step, if one does, or raise a NonFiniteError."""
         if self.outer is None:
             return
         last = self.step == self.job_config.training.steps
-        if not self.outer.after(self.step, last, sending=ledger and ledger.scope(OUTER)):
+        sending = ledger and ledger.scope(OUTER)
+        if not self.outer.after(self.step, last, sending, rejected):
             raise self._not_finite("an exchange of the replicas' weights is not finite")
 
-    def settle(self, data: StepData, verdict: Verdict) -> None:
+    def settle(self, data: StepData, verdict: Verdict) -> Findings:
         """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError.
 
         Reading the verdict waits for it, but not for the optimizer.
@@ -317,7 +325,7 @@ class Trainer(TitanTrainer):
         if findings.stop and self.step < self.job_config.training.steps:
             self.stopped_by = self.stop.name or "a signal on another rank"
         if not findings.rejected:
-            return
+            return findings
         what, rank = "the global batch has no valid label (all are ignored)", None
         if data.global_tokens:  # else 0/0: the weights are not the cause
             repeat = partial(self.repeat, data, verdict)
@@ -326,6 +334,7 @@ class Trainer(TitanTrainer):
             raise self._not_finite(what, rank)
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", self.step, what)
+        return findings
 
     def _not_finite(self, what: str, rank: int | None = None) -> NonFiniteError:
         good = self.checkpointer.newest() or "none"
@@ -477,7 +486,7 @@ class Trainer(TitanTrainer):
             groups |= optimizer.named_groups()
         return CommLedger(self.model_parts, groups, replicas, summing)
 
-    def _log_step(self, data: StepData, verdict: Verdict, factor: float, began: float) -> None:
+    def _log_step(self, data: StepData, norm: float, factor: float, began: float) -> None:
         """Log the step that has ended, with a factor on its rates; call it on every rank."""
         loss, since_last = self.loss.clone(), torch.stack(self._losses).mean()
         self._losses.clear()
@@ -505,7 +514,7 @@ class Trainer(TitanTrainer):
             **self._residuals.metrics(),
         }
         self.metrics_processor.seconds += time.perf_counter() - began
-        self.metrics_processor.log(self.step, mean, most, verdict.norm.item(), metrics)
+        self.metrics_processor.log(self.step, mean, most, norm, metrics)
 
 
 class StopSignal:

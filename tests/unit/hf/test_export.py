@@ -4,7 +4,9 @@
 Exports, read by ``evaluate`` and ``generate``, and judged by transformers.
 """
 
+import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,9 +16,12 @@ from safetensors.torch import load_file
 from tests.commands import Command
 from tests.support.corpora import write_jsonl
 from tests.support.nightly import nightly
-from tests.support.run_folders import export, rewrite_record, write_run
+from tests.support.run_folders import export, loaded, model_in, rewrite_record, write_run
+from tests.unit.tiny_trainer import history, parameters, tiny_trainer
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import write_record
+from torchtitan_lr.console.log import console
+from torchtitan_lr.training.history import TRAIN_COMMON
 
 evaluate, generate = Command("evaluate"), Command("generate")
 
@@ -76,6 +81,28 @@ def test_a_model_of_the_hub_is_imported_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hf_constants, "HF_HUB_CACHE", str(hub))
     assert Command("import").main(["someone/small", str(tmp_path / "base")]) == 0
+
+
+def test_of_a_step_inside_an_interval_is_the_common_model(tmp_path, caplog):
+    caplog.set_level("INFO", console.name)
+    options = "--outer.every=3 --training.steps=6 --training.max_skipped_steps=1 "
+    options += "--checkpoint.enable --checkpoint.interval=5 --lr_scheduler.warmup_steps=0"
+    with tiny_trainer(tmp_path / "run", *options.split(), exact=False) as trainer:
+        (model,), manager, saved = trainer.model_parts, trainer.checkpointer, []
+        held = partial(parameters, model), partial(copy.deepcopy, trainer.outer.common)
+        manager.before_save = lambda: saved.extend(copied() for copied in held)
+        model.register_forward_hook(lambda *of: of[-1] * torch.nan if trainer.step == 4 else None)
+        trainer.train()
+        step, out = tmp_path / "run/checkpoint/step-5", tmp_path / "out"
+        assert export.main([str(step), str(out), "--keep_factors"]) == 0
+        read = [model_in(out), loaded(step)[0]]  # `generate` has the latter
+    own, common = saved[:2]
+    for found in map(parameters, read):
+        assert all(value.equal(common[name]) for name, value in found.items())
+        assert not any(value.equal(own[name]) for name, value in found.items())
+    # Step 3 ended with an exchange, and step 4 is left out.
+    assert [record[TRAIN_COMMON] for record in history(trainer)] == [1, 0, 0, 1, 1, 0]
+    assert "outer steps: one replica, which sends nothing, steps every 3 steps" in caplog.text
 
 
 TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 7, "x = 1\n", "class A:\n" * 40]

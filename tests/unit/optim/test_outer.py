@@ -1,24 +1,27 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Outer steps of replicas against the equations, and coded messages against plain numpy."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
 from torchtitan_lr.config.schema import Outer
+from torchtitan_lr.console.log import console
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.outer import BLOCK, OuterSteps, coded_bytes, decode, due_after, encode
 from torchtitan_lr.optim.outer import layer_fragments as fragments_of
+from torchtitan_lr.titan.components import MODEL, ModelWrapper
+from torchtitan_lr.training.outer_states import OuterStates
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
     """Whole multiples of a block's largest magnitude over 2ᵇ⁻¹ - 1, in fp64."""
-    found = np.empty_like(x)
-    most = 2 ** (bits - 1) - 1
-    for start in range(0, len(x), BLOCK):
-        block = x[start : start + BLOCK]
-        scale = np.float32(np.abs(block).max()) / np.float32(most)
-        found[start : start + BLOCK] = np.rint(block / scale) * scale if scale else 0
-    return found
+    blocks = np.pad(x, (0, -len(x) % BLOCK)).reshape(-1, BLOCK)
+    largest = np.abs(blocks).max(1, keepdims=True).astype(np.float32)
+    scale = largest / np.float32(2 ** (bits - 1) - 1)
+    return (np.rint(blocks / np.where(scale, scale, 1)) * scale).flatten()[: len(x)]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
@@ -41,6 +44,9 @@ def test_fragments_are_due_in_turns():
     assert due == {10: [1], 20: [2], 30: [0], 40: [1], 50: [2], 60: [0]}
     names = ["tok_embeddings.weight", *(f"layers.{i}.w.weight" for i in range(6)), "norm.weight"]
     assert list(fragments_of(names, 6, 3).values()) == [0, 0, 0, 1, 1, 2, 2, 2]
+    own = {"layers.0.w.weight": torch.nn.Parameter(torch.ones(4))}  # a pipeline rank's
+    outer = OuterSteps(own, 6, Outer(every=3, bits=4, fragments=3))
+    assert all(outer.after(step) for step in (1, 2, 3))
 
 
 @pytest.mark.parametrize("bits", [32, 4])
@@ -76,10 +82,10 @@ def test_outer_steps_are_those_of_sgd(bits, nesterov, overlap):
             outer.residual, outer.together = kept.residual, False
             outer.resume(step)
         else:
-            assert outer.after(step, last=step == 13)
-        assert step != 7 or torch.equal(weight, outer.common["w"])
+            assert outer.after(step, last=step == 13, rejected=step == 7)
+        assert step not in (7, 13) or torch.equal(weight, outer.common["w"])
+        assert outer.together is (step == 13 or (not overlap and step in (3, 6, 7, 9, 12)))
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-8)
-    assert outer.together and torch.equal(weight, outer.common["w"])
 
 
 def test_what_is_not_finite_changes_nothing():
@@ -89,3 +95,30 @@ def test_what_is_not_finite_changes_nothing():
     assert not outer.after(3)
     assert outer.common["w"].eq(1).all() and outer.momentum["w"].eq(0).all()
     assert weight.tolist() == [1, torch.inf, 1, 1]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_states_are_those_of_the_whole_model(together, monkeypatch):
+    """Buffers and what does not train too; another number of replicas says what it drops."""
+    lines = []
+    monkeypatch.setattr(console, "info", lines.append)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
+    parameters = trained_parameters(model)
+    outer = OuterSteps(parameters, 1, Outer(every=3, bits=4, overlap=True))
+    states = {MODEL: ModelWrapper(model)}
+    OuterStates(outer, None).replace_in(states)
+    assert states[MODEL].state_dict().keys() == model.state_dict().keys() > parameters.keys()
+    saved = copy.deepcopy(states[MODEL].state_dict())
+    own = {} if together else {"outer.replica_1.weights.0.weight": 0}
+    states["outer"].expect(["outer.replica_1.residual.0.weight", *own], whole=True)
+    assert "what rounding has left of their messages" in lines[0]
+    for value in model.state_dict().values():  # drawn again, or what a replica has trained
+        value += 1
+    trained = copy.deepcopy(model.state_dict())
+    states[MODEL].load_state_dict(saved)
+    for name, value in model.state_dict().items():
+        expected = trained if name in parameters and not together else saved
+        assert value.equal(expected[name])
+    outer.resume(0)  # a new run, which sends nothing before its first step
+    assert outer.after(1) and all(value.equal(saved[n]) for n, value in outer.common.items())
