@@ -3,7 +3,8 @@
 
 FSDP2 publishes neither the layout of a unit's buffer, for gradient compression, nor the unit that
 communicates, for the ledger, and frees a rank's own gradients, which explain a rejected step, when
-they are summed. Tested with torch 2.11, 2.13 and 2.15, between which parameter groups changed.
+they are summed. It copies what no rank shards. Tested with torch 2.11, 2.13 and 2.15, between which
+parameter groups changed; `spare_copies` with torch 2.13.
 """
 
 from collections.abc import Callable, Iterator, Sequence
