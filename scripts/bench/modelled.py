@@ -3,6 +3,7 @@ r"""Modelled beside measured times of one GPU, for every row of docs/data/h100.j
 
     python -m scripts.bench.modelled           # every row that was timed
     python -m scripts.bench.modelled --steps   # CoLA's and full rank's steps: kernels, bytes, MFU
+    python -m scripts.bench.modelled --remedies   # a step before and after each remedy
 
 Rows are modelled as the code was that ran: without captured passes before there were any, and odd
 widths unpadded. Kernels are counted on tensors without data, as `estimate` does; "calls" in
@@ -15,12 +16,19 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
 
 import torchtitan_lr.training.register  # noqa: F401
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
@@ -31,7 +39,7 @@ from torchtitan_lr.costs.gram_messages import RULES
 from torchtitan_lr.costs.hardware import Hardware, load_hardware
 from torchtitan_lr.costs.kernels import Work
 from torchtitan_lr.costs.memory import with_kept_inputs
-from torchtitan_lr.costs.rehearsal import rehearse_run
+from torchtitan_lr.costs.rehearsal import Workload, rehearse, rehearse_run
 from torchtitan_lr.costs.step_time import (
     kernel_seconds,
     optimizer_seconds,
@@ -40,6 +48,11 @@ from torchtitan_lr.costs.step_time import (
 )
 from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.models.configured import empty_model
+from torchtitan_lr.models.ends import chunk_tokens, errors_in_place
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint
+from torchtitan_lr.parallel.parallelize import apply_compile
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 0.15
@@ -263,12 +276,134 @@ def steps() -> Iterator[list[str]]:
         yield ["full over cola", "", "", *ratios]
 
 
+@dataclass(frozen=True)
+class State:
+    """The code before the remedies; each adds one of these."""
+
+    pads: bool = False  # products of the odd width 5,461
+    fuses: bool = False  # the loss between its products, twice the tokens at a time
+    passes: int = 32  # bytes per parameter of FSDP2 on one rank: 24 without a division, 12
+    keeps: bool = False  # inputs of products
+
+
+STATES = {"before": State(), "odd widths padded": State(pads=True)}
+STATES["loss compiled"] = State(True, True)
+STATES["one rank: no division"] = State(True, True, 24)
+STATES["one rank: no copies"] = State(True, True, 12)
+STATES["inputs kept"] = State(True, True, 12, True)
+ROWS, TOKENS = 8, 1024
+
+
+def prepare(model: nn.Module, family: str, state: State) -> None:
+    """Let a model apply its weights as in a state."""
+    found: Any
+    for found in model.modules():
+        if getattr(found, "pads", False) is None:  # without data it pads nothing by itself
+            found.pads = state.pads
+    keeps = "on" if state.keeps and family == "cola" else "off"
+    config: Any = SimpleNamespace(
+        activation_checkpoint=SimpleNamespace(mode="none", keep_inputs=keeps)
+    )
+    apply_activation_checkpoint(model, config)
+    found = model.get_submodule("output")
+    found.errors = errors_in_place if state.fuses else None
+
+
+def by_recorder(family: str, state: State) -> Work:
+    """Return the work of a compiled step's passes, with FSDP2's."""
+    run = run_of((f"{family}_1b", "--model.flavor=1B", *_rows(ROWS, TOKENS), OFF), 1)
+    workload = Workload(run.args, TPSettings(), 1, ROWS, TOKENS, torch.bfloat16, on_gpu=True)
+    both = []
+    for compiles in (True, state.fuses):  # of the blocks, and of the ends
+        changes = partial(prepare, family=family, state=state)
+        both.append(rehearse(replace(workload, compiles=compiles), changes))
+    work = Work()
+    for block, ends in zip(both[0].block_work, both[1].ends_work, strict=True):
+        work = work.plus(block, run.args.n_layers).plus(ends)
+    units = run.units_of(0).values()
+    # A cast, and a copy, of each parameter; of a unit's gradients a cast, a copy and a division.
+    each, of_unit = {32: (2, 3), 24: (2, 2), 12: (1, 1)}[state.passes]
+    kernels = each * sum(map(len, units)) + of_unit * len(units)
+    return work.plus(Work(traffic=state.passes * elements(run.global_shapes), kernels=kernels))
+
+
+class _CompiledError(Exception):
+    """Ends a call that has compiled forward and backward."""
+
+
+def counted(call: Callable[[], Any]) -> tuple[int, float]:
+    """Return kernels and bytes of inductor's code of a call, whose passes do not run."""
+    from torch._inductor import async_compile, compile_fx, ir, metrics, output_code
+
+    compile_fx.inductor_metrics_log.setLevel("INFO")  # it counts only what it may log
+    compile_fx.inductor_metrics_log.propagate = False
+    torch.compiler.config.force_disable_caches = True
+    metrics.reset()
+    stop = Mock(side_effect=_CompiledError)
+    with (
+        patch.object(functorch_config, "force_non_lazy_backward_lowering", True),
+        patch.object(async_compile.AsyncCompile, "cpp_pybinding", Mock()),
+        patch.object(output_code.CompiledFxGraph, "__call__", stop),
+        suppress(_CompiledError),
+    ):
+        call()
+    kernels = 0
+    for node, _ in metrics.nodes_num_elem:  # without results of attention, and what is in place
+        kernels += not isinstance(node.node, ir.MultiOutput | ir.NopKernel)
+    return kernels, metrics.num_bytes_accessed
+
+
+@cache
+def by_inductor(family: str, state: State) -> tuple[int, float]:
+    """Return kernels and bytes of one block of one row."""
+    torch.compiler.reset()
+    args = run_of((f"{family}_1b", "--model.flavor=1B"), 1).args
+    with torch.device("meta"):
+        model = LlamaModel(replace(args, n_layers=1, vocab_size=256, max_seq_len=TOKENS)).bfloat16()
+    prepare(model.to_empty(device="cpu"), family, state)
+    apply_compile(model, "inductor", state.keeps)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    return counted(lambda: model(tokens, targets=tokens))
+
+
+def loss_by_inductor() -> tuple[int, float]:
+    """Return kernels and bytes between the products of a chunk of the loss."""
+    logits = torch.zeros(2 * chunk_tokens(ROWS * TOKENS, 2048), 32000, dtype=torch.bfloat16)
+    column = torch.zeros(len(logits), 1, dtype=torch.long)
+    here = torch.ones(len(logits), dtype=torch.bool)
+    compiled = torch.compile(errors_in_place, dynamic=False)
+    return counted(lambda: compiled(logits, column, here))
+
+
+def remedies() -> Iterator[list[str]]:
+    """Yield the states, with kernels and bytes of full rank and of CoLA."""
+    for name, state in STATES.items():
+        cells = []
+        for family in ("full", "cola"):
+            work = by_recorder(family, state)
+            size = work.traffic + sum(n * b for (_, b), n in work.products.items())
+            cells += [f"{work.launches:,.0f}", f"{size / 1e9:.1f}"]
+        for family in ("full", "cola"):
+            of_block = State(pads=state.pads, keeps=state.keeps and family == "cola")
+            kernels, moved = by_inductor(family, of_block)
+            cells += [f"{kernels}", f"{moved / 1e6:,.0f}"]
+        yield [name, *cells]
+    kernels, moved = loss_by_inductor()
+    yield ["loss, a chunk, by inductor", f"{kernels}", f"{moved / 1e9:.2f}", *[""] * 6]
+
+
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Print the rows; return 1 if one differs without a reason."""
     parser = OneLineParser(prog="scripts.bench.modelled", description=__doc__)
     parser.add_argument("--steps", action="store_true", help="steps of CoLA and full rank instead")
+    parser.add_argument("--remedies", action="store_true", help="a step before and after each")
     options: argparse.Namespace = parser.parse_args(argv)
+    if options.remedies:
+        head = [f"{x}, {unit}" for x in ("full", "CoLA") for unit in ("kernels", "GB")]
+        head += [f"{x}'s block, {unit}" for x in ("full", "CoLA") for unit in ("kernels", "MB")]
+        print(text_table(["8 x 1,024 tokens", *head], [*remedies()]))
+        return 0
     if options.steps:
         head = ["kernels", "GB", "captured, ms (MFU)", "eager", "eager, slow host"]
         print(text_table(["H100", *head], [*steps()]))

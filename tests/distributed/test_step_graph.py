@@ -24,7 +24,8 @@ USUAL = [
 
 OTHERS = [
     *(FSDP | {"family": family} for family in ("full", "svd", "lax_gated", "caat")),
-    *(FSDP | {"optimizer": name} for name in ("muon", "spectron", "lora_muon", "tsr")),
+    *(FSDP | {"optimizer": name} for name in ("muon", "spectron", "lora_muon")),
+    *(FSDP | {"optimizer": name} for name in ("tsr", "tsr_one_sided")),
     *(FSDP | {"checkpointing": m} for m in ("full", "selective_op", "selective_block", "low_rank")),
     *({"family": "cola", "tensor": plan} for plan in MATRIX.axes["tensor"] if "btp" in plan),
     *({"family": "cola", "tensor": plan} for plan in ("vanilla", "vanilla_replicated")),
@@ -34,7 +35,11 @@ OTHERS = [
     {"family": "cola", "data": "replicas", "accumulation": "twice"},
     {"family": "cola", "data": "hsdp", "accumulation": "twice", "precision": "bf16_wire"},
     {"family": "cola", "data": "replicas", "outer": "steps"},
+    *({"family": "cola", "data": how, "optimizer": "tsr"} for how in ("replicas", "hsdp")),
     {"family": "cola", "data": "fsdp", "tensor": "btp", "accumulation": "twice"},
+    *({"family": "cola", "data": "fsdp", "tensor": plan} for plan in ("btp_sequence", "vanilla")),
+    {"family": "full", "data": "fsdp", "tensor": "megatron"},
+    {"family": "caat", "data": "fsdp", "tensor": "caat"},
 ]
 
 
@@ -56,7 +61,7 @@ def test_captured_steps_equal_eager_ones(
 ) -> None:
     whole: Any = dict.fromkeys(MATRIX.axes, NONE) | combination
     pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world_size(whole)])
-    arguments = MATRIX.arguments(whole) + (TSR if combination.get("optimizer") == "tsr" else [])
+    arguments = MATRIX.arguments(whole) + (TSR if "tsr" in name(combination) else [])
     eager, captured = (pool.run(results, arguments, captures) for captures in (False, True))
     for (ours, passes), (theirs, _) in zip(captured, eager, strict=True):
         assert passes == (2 if "accumulation" in combination else 1)

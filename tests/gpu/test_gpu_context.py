@@ -73,12 +73,13 @@ def test_ranks_together(
         places = own_chunks(torch.arange(S).expand(B, S), ranks, 1).to(device)
         mask = separate(documents.long().to(device), dtype, places)[1] if masked else None
         out = attend_from_chunks(own_chunks(q, ranks, -2), k, v, mask, ranks, to_prefix)
-        assert difference(out, own_chunks(whole, ranks, -2)) < limit(dtype)
+        exactly = limit(dtype) if device.type == "cuda" else 1e-15
+        assert difference(out, own_chunks(whole, ranks, -2)) < exactly
         own_upstream = own_chunks(upstream.to(device, dtype), ranks, -2)
         gradients = torch.autograd.grad(out, inputs, own_upstream)
         total = [t + g.cpu().double() for t, g in zip(total, gradients, strict=True)]
     for ours, theirs in zip(total, expected, strict=True):
-        assert difference(ours, theirs) < (limit(dtype) if device.type == "cuda" else 1e-15)
+        assert difference(ours, theirs) < exactly
     # The control: attention of the early chunk alone to a prefix of another length.
     wrong = attend_from_chunks(own_chunks(q, Ranks(size=RANKS), -2), k, v, None, ranks)
     assert difference(wrong, own_chunks(whole, Ranks(size=RANKS), -2)) > 0.1

@@ -20,8 +20,9 @@ from tests.support.recorded_passes import Recorder, recorded, trained
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.parallel.capture import why_eager
+from torchtitan_lr.training.step_graph import CudaCapture, StepGraph
 
 add_parity_flavors()
 STEADY = ["--optimizer.lr=1e-2", "--training.steps=60"]
@@ -51,6 +52,10 @@ RUNS = {
     "outer steps": [MIXED, "--outer.every=2"],
     "TSRAdam": [MIXED, *TSR],
     "TSRAdam, unwrapped": TSR,
+    "TSRAdam, one-sided": [MIXED, *TSR, "--optimizer.tsr_projection=one_sided"],
+    "TSRAdam, random start": [MIXED, *TSR, "--optimizer.tsr_start=random"],
+    "Adam": [MIXED, "--optimizer.name=Adam"],
+    "inputs kept": [MIXED, "--activation_checkpoint.keep_inputs=on"],
     "compiled": [MIXED, "--compile.enable"],
     **SPECTRAL,
 }
@@ -151,6 +156,28 @@ def test_a_later_pass_that_differs_is_named(
         named(r"in the place of \['aten.add_.Tensor', .*'address", gradient=lambda g: g.clone())
         named(r"in the place of \['aten.add_.Tensor', .*'address", gradient=lambda g: None)
         named(r"^\['aten.slice.Tensor', .* 1\] in the place of .* 2\]$", rows=1)
+
+
+def test_a_pass_that_a_graph_does_not_take_ends_the_run_with_the_remedy(
+    device: torch.device,
+) -> None:
+    def refuse(work: Any) -> Any:
+        """What CUDA does at an operator that waits, and once more at the end of the capture."""
+        try:
+            raise RuntimeError("CUDA error: not permitted when stream is capturing\nSearch for")
+        finally:
+            raise RuntimeError("failed due to a previous error during capture")
+
+    graph = StepGraph([], CudaCapture if device.type == "cuda" else lambda: refuse)
+    inputs = {"x": torch.ones((), device=device)}
+    for _ in range(2):
+        graph.begin("shapes")
+        graph.run(lambda x: x * x.item(), inputs, first=True, last=True)
+    graph.begin("shapes")
+    line = r"^the passes .* captured \(CUDA error: .*capturing\); training.step_graph = 'off' runs"
+    with pytest.raises(RunFailedError, match=line) as raised:
+        graph.run(lambda x: x * x.item(), inputs, first=True, last=True)
+    assert "\n" not in str(raised.value) and isinstance(raised.value.__cause__, RuntimeError)
 
 
 def test_a_step_of_another_shape_is_captured_by_itself(

@@ -25,6 +25,26 @@ class Noted(TorchDispatchMode):
         return result
 
 
+class ProductsInOrder(TorchDispatchMode):
+    """Adds up the terms of every matrix product one after the other, and rounds SiLU once.
+
+    A CPU chooses the order of a product's terms by their number, so that terms of 0 change its
+    rounding, and computes the exponentials of a row's last entries in another way.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in ("silu", "silu_backward"):
+            return func(*(x.double() for x in args)).to(args[0].dtype)
+        if name not in ("mm", "bmm", "addmm"):
+            return func(*args, **kwargs)
+        *start, a, b = args
+        total = start[0].clone() if start else a.new_zeros(*a.shape[:-1], b.shape[-1])
+        for column, row in zip(a.split(1, -1), b.split(1, -2), strict=True):
+            total += column * row
+        return kwargs["out"].copy_(total) if "out" in kwargs else total
+
+
 class Allocations(TorchDispatchMode):
     """Knows every storage that operators made, and which of them are still there."""
 

@@ -3,13 +3,15 @@
 
 FSDP2 publishes neither the layout of a unit's buffer, for gradient compression, nor the unit that
 communicates, for the ledger, and frees a rank's own gradients, which explain a rejected step, when
-they are summed. Tested with torch 2.11, 2.13 and 2.15, between which parameter groups changed.
+they are summed. It copies what no rank shards. Tested with torch 2.11, 2.13 and 2.15, between which
+parameter groups changed; `spare_copies` with torch 2.13.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 
 # What `FSDPModule.set_custom_reduce_scatter` takes; the method is public, the classes are not. If
 # the arguments of their methods change, a compressed run fails in its first backward. A subclass of
-# their ``DefaultReduceScatter`` would be replaced without a word by FSDP2's settings of memory.
+# their ``DefaultReduceScatter`` is replaced without a word by FSDP2's settings of memory.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllocMixin as DefaultAllocMixin,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from torchtitan_lr.compat.dispatch import norms_of
@@ -111,6 +115,48 @@ def send_in(module: FSDPModule, wire_dtype: torch.dtype) -> None:
     # dtype, and the dtypes of a test's ledger differ.
     for group in _own_param_groups(module):
         group.wire_dtype = wire_dtype
+
+
+class _WholeParam(FSDPParam):
+    """A parameter that no rank shards: it is cast to where FSDP2 would copy the cast one."""
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """Return the memory of the whole parameter, filled: a copy to itself does nothing."""
+        if self.param_dtype is None or self.offload_to_cpu:
+            return super().all_gather_inputs
+        own = self._sharded_param_data
+        self.init_all_gather_outputs([own.numel()], [self.param_dtype], 1, self.device)
+        self.alloc_all_gather_outputs()
+        (whole,) = self.all_gather_outputs
+        with torch.autograd._unsafe_preserve_version_counter(whole):
+            whole.copy_(own)
+        return [whole]
+
+
+class _InPlace(DefaultReduceScatter):
+    """Gives FSDP2 the memory of gradients for their sums over the one shard too."""
+
+    _gradients: Callable[[], Tensor | None] = staticmethod(lambda: None)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory, at every second call that of the first."""
+        memory, self._gradients = self._gradients(), lambda: None
+        if memory is None or memory.shape != torch.Size(size):
+            memory = super().allocate(size, dtype=dtype, device=device)
+            self._gradients = ref(memory)
+        return memory
+
+
+def spare_copies(module: FSDPModule) -> None:
+    """Let a unit whose parameters no rank shards cast them, and its gradients, without a copy."""
+    # If upstream copies elsewhere, the numbers are the same and a test counts more bytes.
+    groups = param_groups(module)
+    if isinstance(module, ReplicateModule) or all(g.mesh_info.mesh.size() == 1 for g in groups):
+        for group in groups:
+            group._reduce_scatter_comm = _InPlace()
+            for parameter in group.fsdp_params:
+                parameter.__class__ = _WholeParam
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:

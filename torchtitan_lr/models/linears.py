@@ -39,8 +39,8 @@ class Gated(NamedTuple):
     """The factors of σ(gate) · up, multiplied only where they are used."""
 
     gate: Tensor  # (b, s, f), or a latent (b, s, r)
-    up: Tensor | None  # (b, s, f); None for σ(gate) alone
-    silu: bool  # whether σ is SiLU, or the identity
+    up: Tensor | None = None  # (b, s, f); None for σ(gate) alone
+    silu: bool = False  # whether σ is SiLU, or the identity
 
     def product(self) -> Tensor:
         """Multiply."""
@@ -66,6 +66,11 @@ def padded(weight: Tensor, rows: int, columns: int) -> Tensor:
     if (m, n) == (rows, columns):
         return weight
     return F.pad(weight, (0, columns - n, 0, rows - m))
+
+
+def all_padded(weights: Sequence[Tensor], rows: int = 0, columns: int = 0) -> list[Tensor]:
+    """Return weights (m_i, n) with ``rows`` more rows, and at least so many columns."""
+    return [padded(w, len(w) + rows, max(columns, w.shape[1])) for w in weights]
 
 
 def unpadded(gradient: Tensor, weight: Tensor) -> Tensor:

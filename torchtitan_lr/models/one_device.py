@@ -57,7 +57,7 @@ class OneDevice:
             if width == linear.weight.shape[0] and x.shape[-1] == linear.weight.shape[1]:
                 outputs.append(linear(x))
             else:
-                outputs.append(gated_linear(Gated(x, None, False), linear.weight, width))
+                outputs.append(gated_linear(Gated(x), linear.weight, width))
         return outputs
 
     def down(

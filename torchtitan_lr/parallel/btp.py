@@ -66,7 +66,15 @@ from torchtitan_lr.collectives import (
     wait,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated, summed_products
+from torchtitan_lr.models.linears import (
+    LowRankLinear,
+    activated,
+    all_padded,
+    concatenated,
+    summed_products,
+    unpadded,
+    used_width,
+)
 from torchtitan_lr.models.low_rank_checkpoint import end_recomputation, keep
 from torchtitan_lr.models.one_device import Group
 from torchtitan_lr.parallel.paired import copy_to_ranks, gather_and_copy_to_ranks
@@ -111,10 +119,13 @@ class BTP(Plan):
         latents = activated(latents, group.use_silu)
         weights = [local(linear.B.weight) for linear in linears]
         dim = TOKENS if self.sequence else None
+        rows = used_width(weights[0], group.pads) - len(weights[0])  # of zeros; gate is like up
         if self.settings.grouping:
-            return up_projections(latents, weights, self.ranks, dim)
-        pairs = zip(latents, weights, strict=True)
-        return [up_projections([latent], [weight], self.ranks, dim)[0] for latent, weight in pairs]
+            return up_projections(latents, weights, self.ranks, dim, rows)
+        outputs = []
+        for latent, weight in zip(latents, weights, strict=True):
+            outputs += up_projections([latent], [weight], self.ranks, dim, rows)
+        return outputs
 
     def whole(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Return the latents (b, s, r), replicated; their gradients are summed over the ranks."""
@@ -239,10 +250,11 @@ class _Down(torch.autograd.Function):
         # FSDP frees the gathered weights.
         ctx.save_for_backward(x, *weights)
         ctx.how = how
+        used = all_padded(weights, columns=x.shape[-1])
 
         def reduced() -> tuple[Tensor, ...]:
             started = []  # each reduction runs during the next product
-            for message in how.messages(weights):
+            for message in how.messages(used):
                 started.append(how.start(F.linear(x, concatenated(message))))
             return tuple(wait(reduction) for reduction in started)
 
@@ -256,12 +268,14 @@ class _Down(torch.autograd.Function):
             whole = all_gather(gradients, ctx.how.ranks, TOKENS)
         gradient = concatenated(whole, dim=-1)  # dP: (b, s, Σ r_i)
         dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        dx = summed_products(gradient, weights)
-        return (dx, None, *dw.split([weight.shape[0] for weight in weights]))
+        dx = summed_products(gradient, all_padded(weights, columns=x.shape[-1]))
+        parts = dw.split([weight.shape[0] for weight in weights])
+        return (dx, None, *map(unpadded, parts, weights))
 
 
 def down_projections(x: Tensor, weights: Sequence[Tensor], how: Reduction) -> list[Tensor]:
     """Map one x (b, s, d_in/T), Shard(-1), by A (r_i, d_in/T), Shard(1), and sum over the ranks."""
+    # x may have features of zeros behind its own, see `models.linears.used_width`.
     # Latents are (b, s, r_i), replicated, or for token shards (b, s/T, r_i), Shard(1). Low-rank
     # checkpointing saves them.
     return how.by_weight(_Down.apply(x, how, *weights), weights)
@@ -273,15 +287,16 @@ class _UpProjections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # One variable argument: see `_OnlineDown`.
-        latents, ranks, dim, *weights = inputs  # (b, s, Σ r_i), or (b, s/T, Σ r_i); B (d_i/T, r_i)
+        # (b, s, Σ r_i), or (b, s/T, Σ r_i); B (d_i/T, r_i)
+        latents, ranks, dim, rows, *weights = inputs
         whole = latents
         if dim is not None:
             (whole,) = keep(lambda: tuple(all_gather([latents], ranks, dim)))
         ctx.save_for_backward(whole, *weights)
         end_recomputation(whole, *weights)
-        ctx.ranks, ctx.dim = ranks, dim
+        ctx.ranks, ctx.dim, ctx.rows = ranks, dim, rows
         outputs = []
-        for h, run in _latents_by_run(whole, weights):
+        for h, run in _latents_by_run(whole, all_padded(weights, rows)):
             if len(run) == 1:
                 outputs.append(F.linear(h, run[0]))  # (b, s, d_i/T)
             else:
@@ -293,27 +308,32 @@ class _UpProjections(torch.autograd.Function):
         whole, *weights = ctx.saved_tensors
         # The sum of dh over the ranks: it runs while the gradients of the weights are computed.
         # No name for the term itself: it would outlive the reduction.
+        used = all_padded(weights, ctx.rows)
         summed = start_sum(
-            _own_term_of_dh(gradients, weights).view_as(whole), ctx.ranks, ctx.dim, owned=True
+            _own_term_of_dh(gradients, used).view_as(whole), ctx.ranks, ctx.dim, owned=True
         )
         # dB = dOᵀ h needs this rank's dO and the whole h: nothing is sent for the weights.
         dweights: list[Tensor] = []
-        for gradient, (h, run) in zip(gradients, _latents_by_run(whole, weights), strict=True):
+        for gradient, (h, run) in zip(gradients, _latents_by_run(whole, used), strict=True):
             if len(run) == 1:
                 dweights.append(gradient.flatten(0, 1).T @ h.flatten(0, 1))
             else:
                 dweights.extend(torch.bmm(gradient.mT, h).unbind())
-        return (wait(summed), None, None, *dweights)
+        return (wait(summed), None, None, None, *map(unpadded, dweights, weights))
 
 
 def up_projections(
-    latents: Sequence[Tensor], weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
+    latents: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    ranks: Ranks,
+    dim: int | None = None,
+    rows: int = 0,
 ) -> list[Tensor]:
     """Map each latent (b, s, r_i) by its own B (d_out_i/T, r_i), Shard(0): (b, s, d_out_i/T)."""
     # Forward gathers the latents along ``dim`` and backward reduce-scatters; None is for replicated
-    # latents, whose gradient is all-reduced.
+    # latents, whose gradient is all-reduced. Outputs have ``rows`` features of zeros more.
     side_by_side = concatenated(latents, dim=-1)
-    outputs = _UpProjections.apply(side_by_side, ranks, dim, *weights)
+    outputs = _UpProjections.apply(side_by_side, ranks, dim, rows, *weights)
     found: list[Tensor] = []
     for out, run in zip(outputs, _runs(weights), strict=True):
         # The product of a run of n is (n, b·s, d_out/T).

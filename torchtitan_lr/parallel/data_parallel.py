@@ -26,6 +26,7 @@ from torchtitan_lr.compat.fsdp import (
     ranks_of,
     replicate,
     send_in,
+    spare_copies,
     watch_gradients,
 )
 from torchtitan_lr.compression.settings import compression_settings
@@ -164,6 +165,7 @@ def sum_gradients(model: nn.Module) -> None:
         if ranks_of(module) > 1:  # a single one would pass over all gradients to divide by 1.0
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        spare_copies(module)
 
 
 def round_on_the_wire(model: nn.Module) -> None:

@@ -28,11 +28,16 @@ from torchtitan_lr.collectives import (
 )
 from torchtitan_lr.models.lanes import lane_linear, lane_terms, share_channels
 from torchtitan_lr.models.linears import (
+    Gated,
     LowRankLinear,
     activated,
+    all_padded,
     concatenated,
     down_products,
+    gated_linear,
     summed_products,
+    unpadded,
+    used_width,
 )
 from torchtitan_lr.models.low_rank_checkpoint import end_recomputation, keep
 from torchtitan_lr.models.one_device import Group
@@ -64,8 +69,12 @@ class Megatron(Plan):
         weights = [local(linear.weight) for linear in linears]
         if group.opens:  # weights (d_out/T, d_in), Shard(0)
             x = normalize(x, norm, self.ranks if self.sequence else None)
-            return column_parallel(x, weights, self.ranks, TOKENS if self.sequence else None)
-        terms = [F.linear(x, weight) for weight in weights]  # of weights (d_out, d_in/T), Shard(1)
+            rows = used_width(weights[0], group.pads) - len(weights[0])  # of zeros
+            return column_parallel(x, weights, self.ranks, TOKENS if self.sequence else None, rows)
+        terms = []
+        for weight in weights:  # (d_out, d_in/T), Shard(1)
+            fits = x.shape[-1] == weight.shape[1]
+            terms.append(F.linear(x, weight) if fits else gated_linear(Gated(x), weight))
         if self.sequence:
             return [reduce_scatter_to_ranks(term, self.ranks, TOKENS) for term in terms]
         return [reduce_from_ranks(term, self.ranks) for term in terms]
@@ -170,12 +179,13 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         # One variable argument: see `models.linears.down_products`.
-        x, ranks, dim, *weights = inputs  # (b, s, d_in), replicated or sharded; (d_out_i/T, d_in)
+        # (b, s, d_in), replicated or sharded; (d_out_i/T, d_in)
+        x, ranks, dim, rows, *weights = inputs
         whole = x if dim is None else all_gather([x], ranks, dim)[0]
         ctx.save_for_backward(whole, *weights)
         end_recomputation(whole, *weights)
-        ctx.ranks, ctx.dim = ranks, dim
-        (out,) = keep(lambda: (F.linear(whole, concatenated(weights)),))
+        ctx.ranks, ctx.dim, ctx.rows = ranks, dim, rows
+        (out,) = keep(lambda: (F.linear(whole, concatenated(all_padded(weights, rows))),))
         return out  # (b, s, Σ d_out_i/T)
 
     @staticmethod
@@ -184,19 +194,21 @@ class _ColumnParallel(torch.autograd.Function):
         # runs while the gradients of the weights are computed.
         whole, *weights = ctx.saved_tensors
         # No name for the term itself: it would outlive the reduction.
-        summed = start_sum(summed_products(gradient, weights), ctx.ranks, ctx.dim, owned=True)
+        used = all_padded(weights, ctx.rows)
+        summed = start_sum(summed_products(gradient, used), ctx.ranks, ctx.dim, owned=True)
         dw = gradient.flatten(0, 1).T @ whole.flatten(0, 1)  # (Σ d_out_i/T, d_in)
-        dweights = dw.split([weight.shape[0] for weight in weights])
-        return (wait(summed), None, None, *dweights)
+        dweights = dw.split([len(weight) for weight in used])
+        return (wait(summed), None, None, None, *map(unpadded, dweights, weights))
 
 
 def column_parallel(
-    x: Tensor, weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
+    x: Tensor, weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None, rows: int = 0
 ) -> list[Tensor]:
     """Apply column-parallel weights (d_out_i/T, d_in), Shard(0), to one x (b, s, d_in)."""
     # Forward gathers x along ``dim`` and backward reduce-scatters; None is for a replicated x,
-    # whose gradient is all-reduced. Low-rank checkpointing saves outputs (b, s, d_out_i/T).
-    out: Tensor = _ColumnParallel.apply(x, ranks, dim, *weights)
+    # whose gradient is all-reduced. Low-rank checkpointing saves outputs (b, s, d_out_i/T), which
+    # have ``rows`` features of zeros more.
+    out: Tensor = _ColumnParallel.apply(x, ranks, dim, rows, *weights)
     if len(weights) == 1:  # the backward of a split copies the gradient, even of a single part
         return [out]
-    return list(out.split([weight.shape[0] for weight in weights], dim=-1))
+    return list(out.split([len(weight) + rows for weight in weights], dim=-1))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.data.corpus import Batch
+from torchtitan_lr.errors import OUT_OF_MEMORY, RunFailedError
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 """Records what a call launches, without running it; returns its loss and what runs it."""
@@ -86,7 +87,17 @@ class StepGraph:
         self, one_pass: Callable[..., Tensor], inputs: Mapping[str, Tensor]
     ) -> CapturedPass:
         fixed = {name: tensor.clone() for name, tensor in inputs.items()}
-        loss, replay = self._capture(lambda: one_pass(**fixed))
+        try:
+            loss, replay = self._capture(lambda: one_pass(**fixed))
+        except RuntimeError as error:  # CUDA's, and torch's
+            # The end of a capture fails too, behind the operator that it does not take.
+            cause = error.__context__
+            first = cause if isinstance(cause, RuntimeError) else error
+            if OUT_OF_MEMORY.search(f"{first} {error}") or isinstance(first, RunFailedError):
+                raise
+            reason = str(first).partition("\n")[0]
+            remedy = "training.step_graph = 'off' runs them eagerly"
+            raise RunFailedError(f"the passes cannot be captured ({reason}); {remedy}") from first
         return CapturedPass(fixed, loss, [(p, p.grad) for p in self._parameters], replay)
 
     def free(self) -> None:

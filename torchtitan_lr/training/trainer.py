@@ -139,6 +139,8 @@ class Trainer(TitanTrainer):
             how = f"eager: {eager}" if eager else "captured after the first steps"
             if not eager and dims.world_size > 1 and not config.metrics.comm_ledger:
                 how += "; metrics.comm_ledger runs logged steps eagerly, and then times the ranks"
+            if not eager and ENTRIES[config.optimizer.name].sums_replicas:
+                how += "; TSR-Adam's steps that find new bases are eager: they keep whole gradients"
             logger.info("Passes of a step: %s", how)
         self.watch = Watch(self.model_parts, self.device.type == "cuda", dims.cp * dims.tp)
         self.metrics_processor.watch = self.watch

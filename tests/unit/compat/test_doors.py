@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import schedules
 
-from tests.support.allocations import reads
+from tests.support.allocations import Noted, reads
 from torchtitan_lr.compat import dispatch, fake, fsdp, pipelining, prefix_attention
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.parallel.data_parallel import sum_gradients
 
 
 @pytest.fixture
@@ -89,6 +91,55 @@ def test_fsdp_the_gradients_that_a_unit_sums(unit):
     assert len(norms) == 1
 
 
+def one_rank_steps(wrap, prepare):
+    """Gradients and weights of two steps of two micro-batches, and bytes per weight of FSDP2."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8, bias=False))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    unit = wrap(layers, mesh=mesh, mp_policy=policy)
+    prepare(unit)
+    moved, found = [], []
+
+    def note(func, args, result):
+        name = func.overloadpacket.__name__
+        if name == "copy_" and args[0].data_ptr() != args[1].data_ptr():
+            moved.append(args[0].nbytes + args[1].nbytes)
+        elif name in ("_to_copy", "div"):
+            moved.append(args[0].nbytes + result.nbytes)
+        elif name == "chunk_cat":
+            moved.append(sum(x.nbytes for x in args[0]) * 3)  # bf16, and fp32
+
+    for step in range(2):
+        for micro in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + micro))
+            half = x.bfloat16()
+            with Noted(note):
+                unit(half).sum().backward()
+        found += [local_part(p.grad).clone() for p in unit.parameters()]
+        with torch.no_grad():
+            for parameter in unit.parameters():
+                local_part(parameter).sub_(local_part(parameter.grad), alpha=0.1)
+                parameter.grad = None
+    found += [local_part(p).detach().clone() for p in unit.parameters()]
+    return found, sum(moved) / 4 / sum(p.numel() for p in unit.parameters())
+
+
+@pytest.mark.parametrize("wrap", [fsdp.replicate, fully_shard])
+def test_fsdp_one_rank_neither_divides_nor_copies(wrap):
+    """FSDP2 casts fp32 weights to bf16 and gradients back: 12 bytes; the bits are the same."""
+
+    def divide(unit):  # the control: as FSDP2 does by itself with a factor
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+    with fake.fake_process_group(1):
+        plain, usual = one_rank_steps(wrap, divide)
+        spared, fewer = one_rank_steps(wrap, sum_gradients)
+    assert all(torch.equal(a, b) for a, b in zip(spared, plain, strict=True))
+    assert (usual, fewer) == (32, 12)
+
+
 def test_sums_that_fsdp_reads_at_once(unit):
     """It casts them, adds them to gradients, or calls hooks; otherwise it only makes views."""
     unit(torch.ones(2, 3)).sum().backward()
@@ -112,3 +163,12 @@ def test_attention_to_a_prefix_is_an_operator_that_checkpoints_and_compilers_kno
             out = prefix_attention.prefix_attention(*inputs)
         given = (q, *(x.detach() for x in inputs), *out)
         torch.library.opcheck(torch.ops.torchtitan_lr.attend_to_prefix_backward.default, given)
+
+
+def test_attention_to_a_prefix_has_one_kernel_for_both_passes(monkeypatch):
+    chosen = iter([("cpu", 3), ("cpu", 0)])
+    monkeypatch.setattr(prefix_attention, "_choose", lambda *_: next(chosen))
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 8, 8)
+    out = prefix_attention.prefix_attention(q, k, k)[0]
+    out.sum().backward()
+    assert next(chosen) == ("cpu", 0)  # forward's is the only choice
