@@ -48,7 +48,7 @@ from torchtitan_lr.costs.step_time import (
 )
 from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.models.configured import empty_model
-from torchtitan_lr.models.ends import chunk_tokens, errors_in_place
+from torchtitan_lr.models.ends import errors_in_place
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.checkpoint_modes import apply_activation_checkpoint
 from torchtitan_lr.parallel.parallelize import apply_compile
@@ -366,15 +366,6 @@ def by_inductor(family: str, state: State) -> tuple[int, float]:
     return counted(lambda: model(tokens, targets=tokens))
 
 
-def loss_by_inductor() -> tuple[int, float]:
-    """Return kernels and bytes between the products of a chunk of the loss."""
-    logits = torch.zeros(2 * chunk_tokens(ROWS * TOKENS, 2048), 32000, dtype=torch.bfloat16)
-    column = torch.zeros(len(logits), 1, dtype=torch.long)
-    here = torch.ones(len(logits), dtype=torch.bool)
-    compiled = torch.compile(errors_in_place, dynamic=False)
-    return counted(lambda: compiled(logits, column, here))
-
-
 def remedies() -> Iterator[list[str]]:
     """Yield the states, with kernels and bytes of full rank and of CoLA."""
     for name, state in STATES.items():
@@ -388,8 +379,6 @@ def remedies() -> Iterator[list[str]]:
             kernels, moved = by_inductor(family, of_block)
             cells += [f"{kernels}", f"{moved / 1e6:,.0f}"]
         yield [name, *cells]
-    kernels, moved = loss_by_inductor()
-    yield ["loss, a chunk, by inductor", f"{kernels}", f"{moved / 1e9:.2f}", *[""] * 6]
 
 
 @in_one_line
