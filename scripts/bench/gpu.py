@@ -13,7 +13,6 @@ Nothing is fetched. The parts:
     optimizer TSR-Adam's plain and refresh step against fused AdamW's
     spectral  a step of Muon, Spectron and LoRA-Muon for the factors of CoLA's blocks, beside AdamW,
               torch's Muon (products in bf16), and Muon by the usual five iterations in fp32
-    codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
               rank's at two batches, and its longest kernels; nothing is sent
     captured  the same of full rank and BTP at one and four rows, plain and as one CUDA graph
@@ -62,8 +61,6 @@ from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compat import prefix_attention
 from torchtitan_lr.compat.dispatch import remake_inputs_of_products
 from torchtitan_lr.compat.fake import fake_process_group
-from torchtitan_lr.compression.compressor import Compressor
-from torchtitan_lr.compression.settings import CODECS, LEVELS
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.terminal import text_table
 from torchtitan_lr.errors import ConfigError
@@ -347,26 +344,6 @@ def spectral(device: str, small: bool) -> Iterator[Row]:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         del factors, step
         yield row
-
-
-def codec(device: str, small: bool) -> Iterator[Row]:
-    """Yield the milliseconds of an exchange with this process alone: selecting and coding."""
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    entries = 10**4 if small else 16 * 10**6
-    gradient = torch.randn(1, entries, device=device)
-    c, theta = LEVELS["10x"]
-    try:
-        for name in ("sketch", "sparse"):
-            kind, spans = CODECS[name](1, c, theta), [(entries, True)]
-            compressor = Compressor(name, kind, spans, group, torch.device(device))
-            call = partial(lambda box: box.exchange_rows(gradient.clone()), compressor)
-            milliseconds = median_ms(call, device, 3 if small else 10)
-            yield {"codec": name, "megabytes": 4e-6 * entries, "ms": milliseconds}
-    finally:
-        dist.destroy_process_group()
 
 
 BLOCKS = ("full", "vanilla", "btp", "btp_low_rank_ac_keep_attention")
@@ -664,7 +641,7 @@ def _of_chunk(to_prefix: Callable[..., Any], *chunk: torch.Tensor) -> list[torch
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
-        *(parity, training, optimizer, spectral, codec, block, captured, modes, context, split),
+        *(parity, training, optimizer, spectral, block, captured, modes, context, split),
         *(profile, padded),
     )
 }
