@@ -43,7 +43,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
