@@ -20,18 +20,9 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-_CHOSEN: dict[Any, tuple[str, int]] = {}  # by shapes, so that backward has forward's choice
-
 
 def own_kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, int]:
     """Return the kernel, and the tokens before that have a call of their own."""
-    key = q.device.type, q.dtype, q.shape, k.shape
-    if key not in _CHOSEN:
-        _CHOSEN[key] = _choose(q, k, v)
-    return _CHOSEN[key]
-
-
-def _choose(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, int]:
     before = k.shape[-2] - q.shape[-2]
     if q.device.type == "cpu":
         return "cpu", before

@@ -163,12 +163,3 @@ def test_attention_to_a_prefix_is_an_operator_that_checkpoints_and_compilers_kno
             out = prefix_attention.prefix_attention(*inputs)
         given = (q, *(x.detach() for x in inputs), *out)
         torch.library.opcheck(torch.ops.torchtitan_lr.attend_to_prefix_backward.default, given)
-
-
-def test_attention_to_a_prefix_has_one_kernel_for_both_passes(monkeypatch):
-    chosen = iter([("cpu", 3), ("cpu", 0)])
-    monkeypatch.setattr(prefix_attention, "_choose", lambda *_: next(chosen))
-    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 8, 8)
-    out = prefix_attention.prefix_attention(q, k, k)[0]
-    out.sum().backward()
-    assert next(chosen) == ("cpu", 0)  # forward's is the only choice
