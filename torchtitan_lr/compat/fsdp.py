@@ -150,8 +150,8 @@ class _InPlace(DefaultReduceScatter):
 
 def spare_copies(module: FSDPModule) -> None:
     """Let a unit whose parameters no rank shards cast them, and its gradients, without a copy."""
-    # If upstream copies elsewhere, the numbers are the same and a test counts more bytes. Before torch
-    # 2.13 a single shard was gathered like others, on another stream than the one that casts here.
+    # If upstream copies elsewhere, the numbers are the same and a test counts more bytes. Before
+    # torch 2.13 a whole parameter may be gathered like others, by other streams than its reader's.
     if torch.__version__ < "2.13":
         return
     groups = param_groups(module)
