@@ -14,7 +14,6 @@ from torch import nn
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.tsr import svd
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import EMBEDDING, TSRSettings, plan_matrices
 
@@ -155,24 +154,6 @@ def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
     # The control: accepted, it spoils the weights.
     spoilt_step(weights, optimizer, 5, rejected=False)
     assert not torch.isfinite(weights[MATRIX]).all()
-
-
-def test_a_refresh_that_finds_no_orthonormal_bases_names_its_matrix(monkeypatch):
-    exact = svd._small_svd
-
-    def spoilt(square):
-        found = exact(square)
-        if len(square) == 2:  # MATRIX, and another one of its shape
-            found.V[0, :, 1] = found.V[0, :, 0]
-        return found
-
-    monkeypatch.setattr(svd, "_small_svd", spoilt)
-    weights, optimizer = build()
-    optimizer.begin()
-    with optimizer.micro_batch(last=True):
-        give(weights, 0)
-    assert optimizer.finish_sums().isnan()
-    assert optimizer.nonfinite(SimpleNamespace(named_parameters=weights.items)) == [MATRIX]
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["", "saves"])
