@@ -109,7 +109,7 @@ def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path)
     options += [f"--parallelism.data_parallel_replicate_degree={replicas}"]
     # Messages of the second replica get lost, so that values are anything.
     options += ["--training.max_skipped_steps=9"]
-    with tiny_trainer(tmp_path, *OPTIONS, *options, ranks=replicas) as trainer:
+    with tiny_trainer(tmp_path, *OPTIONS, *options, ranks=replicas, exact=False) as trainer:
         assert counted(trainer, READS | LISTS)[0] == {}
         stacks = [stack for part in trainer.optimizers for stack in part.stacks]
         assert stacks and all((stack.refresh_counts == 3).all() for stack in stacks)
