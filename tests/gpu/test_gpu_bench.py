@@ -17,9 +17,8 @@ def test_parity_with_fp64(family, device):
         assert errors["loss"] < gpu.LIMITS[precision]
 
 
-def test_a_rehearsal(tmp_path, request):
-    if not request.config.getoption("--full"):
-        pytest.skip("it compiles two models: run with --full")
+@pytest.mark.nightly  # it compiles two models
+def test_a_rehearsal(tmp_path):
     out = tmp_path / "gpu.json"
     assert gpu.main(["--device=cpu", "--small", f"--out={out}"]) == 0
     parts = json.loads(out.read_text())["parts"]

@@ -59,11 +59,7 @@ def head_flops(shape: LlamaArgs, seq_len: int) -> int:
     return FORWARD_AND_BACKWARD * 2 * seq_len * shape.dim * shape.vocab_size
 
 
-def flops_per_sequence(shape: LlamaArgs, seq_len: int) -> int:
-    """Return the FLOPs of the whole model for one sequence, forward and backward."""
-    return shape.n_layers * layer_flops(shape, seq_len).total + head_flops(shape, seq_len)
-
-
 def flops_per_token(shape: LlamaArgs, seq_len: int) -> int:
     """Return the FLOPs of the model per token, forward and backward; every term has a factor n."""
-    return flops_per_sequence(shape, seq_len) // seq_len
+    blocks = shape.n_layers * layer_flops(shape, seq_len).total
+    return (blocks + head_flops(shape, seq_len)) // seq_len

@@ -1,23 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Number of parameters of a model, by part, in closed form."""
-
-from dataclasses import dataclass, fields
+"""Number of parameters of a model in closed form."""
 
 from torchtitan_lr.models.args import LlamaArgs
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    embedding: int
-    attention: int
-    feed_forward: int
-    norms: int
-    gates: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def linear_parameters(d_in: int, d_out: int, rank: int | None) -> int:
@@ -43,7 +27,7 @@ def group_ranks(shape: LlamaArgs) -> tuple[int | None, int | None]:
     return shape.rank_attention, shape.rank_ffn
 
 
-def count_parameters(shape: LlamaArgs) -> ParameterCount:
+def count_parameters(shape: LlamaArgs) -> int:
     """Count the parameters of a model (CoLA, Tables 1 and 5, generalized).
 
     With multi-head attention and one rank r the linears of a block have 4d² + 3df parameters at
@@ -56,11 +40,6 @@ def count_parameters(shape: LlamaArgs) -> ParameterCount:
     feed_forward = sum(linear_parameters(*side, rank_ffn) for side in feed_forward_sides(shape))
     # The first block receives no latents, so it has nothing to gate.
     gated = shape.family == "lax" and shape.lax_gate == "scalar"
-    return ParameterCount(
-        embedding=shape.vocab_size * d,
-        attention=layers * attention,
-        feed_forward=layers * feed_forward,
-        norms=(2 * layers + 1) * d,
-        gates=7 * (layers - 1) if gated else 0,
-        head=shape.vocab_size * d,
-    )
+    gates = 7 * (layers - 1) if gated else 0
+    norms = (2 * layers + 1) * d
+    return layers * (attention + feed_forward) + norms + gates + 2 * shape.vocab_size * d

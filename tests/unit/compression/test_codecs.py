@@ -28,24 +28,11 @@ def sketch_codec(c, w=W, **options):
     return SketchCodec(w, c, smallest_theta(c, w), **options)
 
 
-CODECS = [SparseCodec(W, theta=0.8), sketch_codec(2), sketch_codec(10), SketchCodec(W, 10, 0.9875)]
 IN_BF16 = [
     SparseCodec(W, theta=0.8, half=True),
     sketch_codec(2, half=True),
     SketchCodec(W, 10, 0.9875, half=True),
 ]
-
-
-@pytest.mark.parametrize("codec", [*CODECS, *IN_BF16], ids=str)
-def test_sent_and_residual_are_the_gradient_exactly_over_many_steps(codec):
-    """In whole numbers every sum is exact, so equality is of bits; the residual is carried on."""
-    owed = torch.zeros(W, W, M)
-    for step in range(6):
-        x = rows(dtype=torch.float32, seed=step, whole=True)
-        totals, after, _ = reduce_in_process(codec, x + owed, step)
-        assert torch.equal(totals + after.sum(0), (x + owed).sum(0))
-        assert totals.count_nonzero() > 0
-        owed = after
 
 
 @pytest.mark.parametrize("codec", IN_BF16, ids=str)
@@ -95,15 +82,6 @@ def test_the_rounds_of_peeling_suffice_at_the_limit(seed, monkeypatch):
         assert not stuck.any() and torch.equal(found, values[0])
         assert not sketch.peel(cells, places, size, seed, sketch.ROUNDS - 6)[1].any()
         assert sketch.peel(cells, places, size, seed, 15)[1].any()
-
-
-def test_a_gradient_that_is_not_finite_is_sent():
-    x = rows(dtype=torch.float32)
-    x[1, 2, 17], x[0, 3, 5] = float("nan"), float("inf")
-    for codec in (SparseCodec(W, theta=0.9875), SketchCodec(W, 10, 0.9875)):
-        totals, _, _ = reduce_in_process(codec, x, 1)
-        assert totals[:2].isfinite().all()
-        assert not totals[2].isfinite().all() and not totals[3].isfinite().all()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

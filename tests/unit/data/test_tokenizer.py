@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tokenizers: the shipped ones, the ids of documents, the hub's cache, what is refused."""
+"""Tokenizers: the shipped ones, what their identity follows, what is refused."""
 
 import importlib.metadata
 import shutil
@@ -10,7 +10,6 @@ import tokenizers
 from torchtitan_lr.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
-    encode_documents,
     resolve_assets_path,
     tokenizer_identity,
     vocabulary,
@@ -20,7 +19,6 @@ from torchtitan_lr.errors import ConfigError
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
 BPE32K = "torchtitan_lr/data/assets/bpe32k"
 TEXT = "def f(x):\n    return x ** 2  # caf\u00e9 漢字 \U0001f600\n\n\tDon't we'LL 12345"
-TEXTS = ["", "a", TEXT, "ünïcödé 漢字 " * 50, "<|end_of_text|>", " " * 30_000 + "x" * 30_000]
 
 
 @pytest.mark.parametrize(
@@ -34,16 +32,6 @@ def test_the_shipped_tokenizers(path, size, most):
     assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
     assert not {0, 1} & set(ids[1:-1]) and tokenizer.decode(ids) == TEXT
     assert sum(file.stat().st_size for file in resolve_assets_path(path).iterdir()) < most
-
-
-@pytest.mark.parametrize("add", ["both", "none"])
-def test_documents_together_have_the_tokens_of_each_alone(add):
-    tokenizer = Tokenizer(SHIPPED)
-    if add == "none":
-        tokenizer.begin = tokenizer.end = []
-    found = [ids.tolist() for ids in encode_documents(tokenizer, TEXTS)]
-    assert found == [tokenizer.encode(text, add_bos=True, add_eos=True) for text in TEXTS]
-    assert (found[0] == []) == (add == "none")
 
 
 def test_identity_follows_all_that_determines_the_ids(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     out = tmp_path / "out"
     told = export.refusal(capsys, step, out, "--keep_factors")
     assert told.startswith("error: --keep_factors: got 'llama_full', expected a low-r")
-    # Of a family that the exported code has no linears for: tests/unit/parallel/test_toys.py.
+    # Of a family that the exported code has no linears for: tests/unit/hf/test_strangers.py.
     changed = dict(read_step(step).run)
     changed["model"]["vocab_size"] = 64
     rewrite_record(step, changed)

@@ -128,14 +128,6 @@ def test_lanes_equal_the_definition(lanes, fraction):
     assert largest(gradients(model, model(ids)), gradients(model, exact)) < 1e-12
 
 
-def test_sharing_everything_is_the_model_without_lanes():
-    shared = build_tiny("full", torch.float64, lanes=4)
-    ordinary = build_tiny("full", torch.float64)
-    shared.load_state_dict(ordinary.state_dict())
-    ids = tokens(ordinary.model_args)
-    assert largest(gradients(shared, shared(ids)), gradients(ordinary, ordinary(ids))) < 1e-12
-
-
 def randomized(family, **changes):
     """Norms, gates and everything else away from their initial values."""
     model = build_tiny(family, torch.float64, **changes)

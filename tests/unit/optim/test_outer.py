@@ -88,15 +88,6 @@ def test_outer_steps_are_those_of_sgd(bits, nesterov, overlap):
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-8)
 
 
-def test_what_is_not_finite_changes_nothing():
-    weight = torch.nn.Parameter(torch.ones(4))
-    outer = OuterSteps({"w": weight}, 1, Outer(every=3))
-    weight.data[1] = torch.inf
-    assert not outer.after(3)
-    assert outer.common["w"].eq(1).all() and outer.momentum["w"].eq(0).all()
-    assert weight.tolist() == [1, torch.inf, 1, 1]
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_states_are_those_of_the_whole_model(together, monkeypatch):
     """Buffers and what does not train too; another number of replicas says what it drops."""

@@ -1,5 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A family and a plan from outside the package are accepted and refused like the others."""
+"""A family and a plan from outside the package: their module, their names, what is refused.
+
+Their runs are in tests/distributed/test_toy_plan.
+"""
 
 import importlib
 import sys
@@ -8,10 +11,8 @@ import pytest
 import torch
 
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import TP_PLANS
-from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES
@@ -43,26 +44,6 @@ def test_a_linear_is_b_tanh_a():
     outputs, _ = attention.qkv(x, linears, norm)
     for linear, out in zip(linears, outputs, strict=True):
         torch.testing.assert_close(out, linear.B(torch.tanh(linear.A(norm(x)))))
-
-
-@pytest.mark.parametrize(
-    ("toy", "name"),
-    [("family", "--model.name=llama_tanh"), ("plan", "--parallelism.tp_plan=gathered")],
-)
-def test_a_run_of_them_is_accepted(toy, name):
-    # Another folder than ./outputs, whatever runs have left there.
-    arguments = [name, f"--experimental.custom_import=tests.toy_{toy}"]
-    arguments += [
-        "--parallelism.tensor_parallel_degree=2",
-        "--job.dump_folder=./outputs/no_run",
-        "--training.global_batch_size=-1",
-    ]
-    config = build_job_config(arguments)
-    check_job_config(config, 4, "cpu")
-    run = read_run(config, 4)
-    assert run.args.family == ("tanh" if toy == "family" else "cola")
-    assert run.settings.plan == ("gathered" if toy == "plan" else "btp")
-    assert run.args.rank_ffn == FLAVORS["cola"]["debug"].rank_ffn
 
 
 def test_a_toml_may_name_a_plan_of_its_module(tmp_path):

@@ -52,14 +52,10 @@ class Reads(TorchDispatchMode):
 OPTIONS = ["--training.steps=9", "--metrics.log_freq=100", "--lr_scheduler.warmup_steps=1"]
 TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"]
 TSR += ["--optimizer.tsr_refresh_interval=50"]
-LORA_MUON = ["--optimizer.name=LoRAMuon"]
 TAGC = ["--grad_compression.codec=sketch", "--grad_compression.level=10x"]
 RUNS = {
     "AdamW": ([], 1),
     "Adam": (["--optimizer.name=Adam"], 1),
-    "TSR-Adam": (TSR, 1),
-    "Spectron": (["--optimizer.name=Spectron"], 1),
-    "LoRA-Muon": (LORA_MUON, 1),
     "FSDP": ([], 2),
     "Muon, FSDP": (["--optimizer.name=Muon"], 2),
     "TAGC": (TAGC, 2),
@@ -113,7 +109,7 @@ def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path)
     options += [f"--parallelism.data_parallel_replicate_degree={replicas}"]
     # Messages of the second replica get lost, so that values are anything.
     options += ["--training.max_skipped_steps=9"]
-    with tiny_trainer(tmp_path, *OPTIONS, *options, ranks=replicas) as trainer:
+    with tiny_trainer(tmp_path, *OPTIONS, *options, ranks=replicas, exact=False) as trainer:
         assert counted(trainer, READS | LISTS)[0] == {}
         stacks = [stack for part in trainer.optimizers for stack in part.stacks]
         assert stacks and all((stack.refresh_counts == 3).all() for stack in stacks)

@@ -101,25 +101,20 @@ def test_a_resumed_run_counts_its_own_steps(processor_of, tmp_path):
 
 
 @pytest.mark.parametrize(("mean", "shown"), [(2.25, "loss 2.25000"), (math.nan, "loss 2.50000")])
-def test_the_console_shows_the_mean_of_the_interval(mean, shown, processor_of, monkeypatch):
-    lines = []
-    monkeypatch.setattr(metrics.console, "info", lines.append)
-    processor = processor_of()
-    log(processor, 4, 1.0, interval_loss=mean)
-    assert f"  {shown}  " in lines[0]
-
-
-@pytest.mark.parametrize("mean", [2.25, math.nan])
-def test_the_console_says_whose_loss_it_shows(mean, processor_of, monkeypatch):
+def test_the_console_shows_the_mean_of_the_interval_and_says_whose(
+    mean, shown, processor_of, monkeypatch
+):
     lines = []
     monkeypatch.setattr(metrics.console, "info", lines.append)
     processor, common = processor_of(), {}
+    log(processor, 0, 1.0, interval_loss=mean)
+    assert f"  {shown}  " in lines.pop()
     processor.outer = OuterSteps({"w": torch.zeros(1)}, 1, Outer(every=3))
     for step in range(1, 8):
         processor.outer.after(step)
         if step != 3:
             record = log(processor, step, 1.0, interval_loss=mean)
-            common[step] = record[TRAIN_COMMON], " (common)  " in lines.pop()
+            common[step] = record[TRAIN_COMMON], f"  {shown} (common)  " in lines.pop()
     # Step 4 began with the common weights, but step 3, whose loss is in the mean, did not. Without
     # a mean the loss is step 4's own.
     expected = {1: (1, True), 4: (1, math.isnan(mean)), 7: (1, True)}

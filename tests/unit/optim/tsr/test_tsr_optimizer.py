@@ -6,7 +6,6 @@ import math
 import sys
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,7 @@ import torch
 from torch import nn
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
-from torchtitan_lr.optim import entries
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.tsr import svd
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import EMBEDDING, TSRSettings, plan_matrices
 
@@ -157,49 +154,6 @@ def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
     # The control: accepted, it spoils the weights.
     spoilt_step(weights, optimizer, 5, rejected=False)
     assert not torch.isfinite(weights[MATRIX]).all()
-
-
-def test_a_refresh_that_finds_no_orthonormal_bases_names_its_matrix(monkeypatch):
-    exact = svd._small_svd
-
-    def spoilt(square):
-        found = exact(square)
-        if len(square) == 2:  # MATRIX, and another one of its shape
-            found.V[0, :, 1] = found.V[0, :, 0]
-        return found
-
-    monkeypatch.setattr(svd, "_small_svd", spoilt)
-    weights, optimizer = build()
-    optimizer.begin()
-    with optimizer.micro_batch(last=True):
-        give(weights, 0)
-    assert optimizer.finish_sums().isnan()
-    assert optimizer.nonfinite(SimpleNamespace(named_parameters=weights.items)) == [MATRIX]
-
-
-def test_bases_of_warm_refreshes_become_the_leading_ones(monkeypatch):
-    """Of one gradient the bases find its singular vectors; the cores are those in the bases."""
-    monkeypatch.setattr(entries, "ENTRIES", entries.ENTRIES.copy())  # the import adds to them
-    warm = import_module("scripts.research.warm_refresh")
-    weights, optimizer = build(replace(SETTINGS, refresh_interval=1))
-    stack, _ = optimizer._compressed[weights[MATRIX]]
-    stack.__class__ = warm.WarmStack
-    # The SVD of another gradient comes first, and at the end one of the other sign.
-    for seed, sign in ((1, 1), *[(0, 1)] * 60, (0, -1)):
-        sides = stack.U[0].clone(), stack.V[0].clone()
-        optimizer.begin()
-        with optimizer.micro_batch(last=True):
-            give(weights, seed)
-            G = weights[MATRIX].grad.mul_(sign).clone()
-        optimizer.finish_sums()
-        optimizer.step()
-        U, V = stack.U[0], stack.V[0]
-        torch.testing.assert_close(stack.C[0], U.T @ G @ V, rtol=0, atol=1e-12)
-    left, _, right = torch.linalg.svd(G)
-    for found, exact in ((U, left[:, :3]), (V, right[:3].T)):
-        torch.testing.assert_close(found.T @ found, torch.eye(3, dtype=torch.float64))
-        torch.testing.assert_close(found @ found.T, exact @ exact.T, rtol=0, atol=1e-6)
-    torch.testing.assert_close((U, V), sides, rtol=0, atol=1e-5)  # kept moments keep their signs
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["", "saves"])
