@@ -301,9 +301,8 @@ def prepare(model: nn.Module, family: str, state: State) -> None:
         if getattr(found, "pads", False) is None:  # without data it pads nothing by itself
             found.pads = state.pads
     keeps = "on" if state.keeps and family == "cola" else "off"
-    config: Any = SimpleNamespace(
-        activation_checkpoint=SimpleNamespace(mode="none", keep_inputs=keeps)
-    )
+    section = SimpleNamespace(mode="none", keep_inputs=keeps)
+    config: Any = SimpleNamespace(activation_checkpoint=section)
     apply_activation_checkpoint(model, config)
     found = model.get_submodule("output")
     found.errors = errors_in_place if state.fuses else None
