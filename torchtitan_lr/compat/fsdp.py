@@ -149,17 +149,16 @@ class _InPlace(DefaultReduceScatter):
 
 
 def spare_copies(module: FSDPModule) -> None:
-    """Let a unit whose parameters no rank shards cast them, and its gradients, without a copy."""
+    """Let a replicated unit cast parameters and gradients without a copy."""
     # If upstream copies elsewhere, the numbers are the same and a test counts more bytes. Before
     # torch 2.13 a whole parameter may be gathered like others, by other streams than its reader's.
-    if torch.__version__ < "2.13":
+    # Not for FSDP2's unit of one shard: it may free gradients before their last read.
+    if torch.__version__ < "2.13" or not isinstance(module, ReplicateModule):
         return
-    groups = param_groups(module)
-    if isinstance(module, ReplicateModule) or all(g.mesh_info.mesh.size() == 1 for g in groups):
-        for group in groups:
-            group._reduce_scatter_comm = _InPlace()
-            for parameter in group.fsdp_params:
-                parameter.__class__ = _WholeParam
+    for group in param_groups(module):
+        group._reduce_scatter_comm = _InPlace()
+        for parameter in group.fsdp_params:
+            parameter.__class__ = _WholeParam
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:

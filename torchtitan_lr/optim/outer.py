@@ -66,8 +66,8 @@ def decode(message: Tensor, entries: int, bits: int) -> Tensor:
     if bits == 16:
         codes = codes.view(torch.int16)
     elif bits < 8:  # a shift to the right repeats the sign
-        places = [codes << 8 - bits * (p + 1) >> 8 - bits for p in range(8 // bits)]
-        codes = torch.cat(places, 1)
+        places = range(8 // bits)
+        codes = torch.cat([codes << 8 - bits * (p + 1) >> 8 - bits for p in places], 1)
     return (codes * scale).flatten()[:entries]
 
 

@@ -250,11 +250,10 @@ class _Down(torch.autograd.Function):
         # FSDP frees the gathered weights.
         ctx.save_for_backward(x, *weights)
         ctx.how = how
-        used = all_padded(weights, columns=x.shape[-1])
 
         def reduced() -> tuple[Tensor, ...]:
             started = []  # each reduction runs during the next product
-            for message in how.messages(used):
+            for message in how.messages(all_padded(weights, columns=x.shape[-1])):
                 started.append(how.start(F.linear(x, concatenated(message))))
             return tuple(wait(reduction) for reduction in started)
 

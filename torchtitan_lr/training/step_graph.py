@@ -92,9 +92,10 @@ class StepGraph:
         except RuntimeError as error:  # CUDA's, and torch's
             # The end of a capture fails too, behind the operator that it does not take.
             cause = error.__context__
-            first = cause if isinstance(cause, RuntimeError) else error
-            if OUT_OF_MEMORY.search(f"{first} {error}") or isinstance(first, RunFailedError):
-                raise
+            first = cause if isinstance(cause, Exception) else error
+            for known in (first, error):
+                if OUT_OF_MEMORY.search(str(known)) or isinstance(known, RunFailedError):
+                    raise known from known.__cause__
             reason = str(first).partition("\n")[0]
             remedy = "training.step_graph = 'off' runs them eagerly"
             raise RunFailedError(f"the passes cannot be captured ({reason}); {remedy}") from first
