@@ -35,8 +35,8 @@ OPTIONS = [
 ]
 
 
-def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, Any]:
-    """Train with machines of two ranks, each with its own path of the checkpoints' folder."""
+def train_on_machines(mounts: list[str], *options: str) -> dict[str, Any]:
+    """Train with machines of two ranks, each with its own path of the dump folder."""
     opened: list[str] = []
     watching = False
     init_distributed = Trainer.init_distributed
@@ -75,14 +75,14 @@ def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, 
         verified.append(path.name)
         return total(path)
 
-    folder = f"--checkpoint.folder={mounts[dist.get_rank() // RANKS_PER_MACHINE]}"
+    dump = mounts[dist.get_rank() // RANKS_PER_MACHINE]
     with (
         patch.object(files, "create_stream", create_stream),
         patch.object(FileSystemReader, "read_data", read_data),
         patch.object(saving, "_sum_of", sum_of),
         patch.object(Trainer, "init_distributed", begin),
     ):
-        run = train([*OPTIONS, folder, *options], "", dump)
+        run = train([*OPTIONS, *options], "", dump)
     watching = False  # nothing takes the hook away
     return {**run, "wrote": wrote, "verified": verified, "loaded": dict(loaded), "opened": opened}
 
@@ -94,13 +94,13 @@ Runs = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
 def runs(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The checkpoints' folder, a run that saves steps 1 and 2, and one that resumes step 2."""
     root = tmp_path_factory.mktemp("storage")
-    (root / "checkpoints").mkdir()
+    (root / "dump").mkdir()
     for machine in range(2):
-        (root / f"mount{machine}").symlink_to(root / "checkpoints")
+        (root / f"mount{machine}").symlink_to(root / "dump")
     mounts = [f"{root}/mount{machine}" for machine in range(2)]
-    first = four_ranks.run(train_on_machines, str(root / "dump"), mounts)
-    again = four_ranks.run(train_on_machines, str(root / "dump"), mounts, "--training.steps=3")
-    return root / "checkpoints", first, again
+    first = four_ranks.run(train_on_machines, mounts)
+    again = four_ranks.run(train_on_machines, mounts, "--training.steps=3")
+    return root / "dump/checkpoint", first, again
 
 
 def test_each_rank_writes_its_own_part(runs: Runs) -> None:

@@ -5,11 +5,19 @@ Torch uses the classes in its own tests. Tested with torch 2.11 and 2.13.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+
+def functions_by(**others: Any) -> AbstractContextManager[Any]:
+    """Replace functions of `torch.nn.functional`, which models look up at every call."""
+    return patch.multiple(F, **others)
 
 
 @contextmanager

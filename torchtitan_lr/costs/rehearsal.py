@@ -14,17 +14,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.dispatch import fused_attention, storage_address
-from torchtitan_lr.compat.fake import fake_process_group
+from torchtitan_lr.compat.fake import fake_process_group, functions_by
 from torchtitan_lr.compat.pipelining import backward_in_halves
 from torchtitan_lr.costs.kernels import Recorder, Work
 from torchtitan_lr.costs.messages import Traffic, merge
@@ -215,10 +213,9 @@ def _run(
             groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
             ledger = recording.enter_context(CommLedger([model], groups))
         recording.enter_context(recorder)
-        # Models look up both functions at every call.
-        recording.enter_context(patch.object(F, "scaled_dot_product_attention", _attend))
+        recording.enter_context(functions_by(scaled_dot_product_attention=_attend))
         if workload.on_gpu:
-            recording.enter_context(patch.object(F, "rms_norm", recorder.rms_norm))
+            recording.enter_context(functions_by(rms_norm=recorder.rms_norm))
         x = tokens
         if in_halves:
             x = model.get_submodule("tok_embeddings")(tokens).detach().requires_grad_()
