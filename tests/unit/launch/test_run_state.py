@@ -66,8 +66,10 @@ def test_a_machine_with_a_folder_of_its_own_is_refused(tmp_path, monkeypatch):
             with pytest.raises(ConfigError, match=r"that all machines share.*has another run.lock"):
                 check_shared(str(private), signed)
             if not there:
-                with locked(str(private)):
-                    pass
+                with monkeypatch.context() as patch:
+                    patch.setattr(socket, "gethostname", lambda: "another")
+                    with locked(str(private)):
+                        pass
 
 
 @pytest.mark.parametrize("end", [run_folder.FINISHED, run_folder.STOPPED])
