@@ -1,15 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Recorded passes give the eager ones' numbers under FSDP2 and every plan, bit for bit."""
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.distributed.training import small_trainer
+from tests.distributed.training import small_trainer, train
 from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
-from tests.support.recorded_passes import recorded, trained
+from tests.support.recorded_passes import Recorder, recorded, trained
 from tests.support.support_matrix import NONE, SupportMatrix, world_size
 
 MATRIX = SupportMatrix()
@@ -67,3 +69,23 @@ def test_captured_steps_equal_eager_ones(
         assert passes == (2 if "accumulation" in combination else 1)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert not torch.equal(theirs[0], theirs[1])
+
+
+def whole_run(dump: str, steps: int, captures: bool) -> tuple[list[float], int]:
+    """Train to a step, from a checkpoint if there is one; return losses and captured passes."""
+    options = ["--model.name=llama_cola", "--training.local_batch_size=2", "--checkpoint.enable"]
+    options += ["--checkpoint.interval=5", "--lr_scheduler.total_steps=10"]
+    with (
+        recorded("" if captures else "off"),
+        patch.object(Recorder, "__call__", autospec=True, side_effect=Recorder.__call__) as calls,
+    ):
+        run = train([*options, f"--training.steps={steps}"], "", dump)
+    return run["losses"], calls.call_count
+
+
+def test_captured_steps_go_on_from_a_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
+    eager, none = two_ranks.run(whole_run, str(tmp_path / "eager"), 10, False)[0]
+    before, first = two_ranks.run(whole_run, str(tmp_path / "captured"), 5, True)[0]
+    after, second = two_ranks.run(whole_run, str(tmp_path / "captured"), 10, True)[0]
+    assert (none, first > 0, second > 0) == (0, True, True)
+    assert after == eager and before == eager[:5]
