@@ -39,8 +39,14 @@ OTHERS = [
     {"family": "cola", "data": "replicas", "outer": "steps"},
     *({"family": "cola", "data": how, "optimizer": "tsr"} for how in ("replicas", "hsdp")),
     {"family": "cola", "data": "fsdp", "tensor": "btp", "accumulation": "twice"},
-    *({"family": "cola", "data": "fsdp", "tensor": plan} for plan in ("btp_sequence", "vanilla")),
-    {"family": "full", "data": "fsdp", "tensor": "megatron"},
+    *(
+        {"family": "cola", "data": "fsdp", "tensor": plan}
+        for plan in ("btp_sequence", "btp_ungrouped", "vanilla", "vanilla_replicated")
+    ),
+    *(
+        {"family": "full", "data": "fsdp", "tensor": plan}
+        for plan in ("megatron", "megatron_sequence")
+    ),
     {"family": "caat", "data": "fsdp", "tensor": "caat"},
 ]
 
