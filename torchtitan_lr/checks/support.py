@@ -12,12 +12,7 @@ from torchtitan_lr.config.schema import Optimizer
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import configured_args, llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, imported
-from torchtitan_lr.parallel.stage_split import (
-    SCHEDULES,
-    modules_per_stage,
-    runs_with,
-    stages_per_rank,
-)
+from torchtitan_lr.parallel.stage_split import SCHEDULES, modules_per_stage, stages_per_rank, takes
 from torchtitan_lr.titan import logger
 
 
@@ -212,7 +207,7 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     degree = section.pipeline_parallel_degree
     want = f"one that makes {degree} micro-batches, or a multiple, of the {batch} rows of"
     want += f" training.local_batch_size for {schedule}"
-    require(runs_with(schedule, degree, batch // size), key, size, want)
+    require(takes(schedule, degree, batch // size), key, size, want)
 
 
 def _check_stages(config: Any) -> None:

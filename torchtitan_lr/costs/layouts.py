@@ -22,7 +22,7 @@ from torchtitan_lr.costs.rehearsal import rehearse_run
 from torchtitan_lr.costs.step_time import StepTime, step_time
 from torchtitan_lr.costs.step_traffic import averaged, step_traffic
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.parallel.stage_split import runs_with
+from torchtitan_lr.parallel.stage_split import takes
 
 PIECE = 1024  # tokens of a row on a context-parallel rank: fewer make thin products
 MOST_TOKENS = 32768  # of a micro-batch on a rank: more make no product faster
@@ -138,7 +138,7 @@ def _fastest(run: Run, hardware: Hardware) -> Modelled:
     batches = [n for n in (64, 32, 16, 8, 4, 2) if own % n == 0 and n <= most] + [1]
     if run.pp > 1:
         schedule = run.config.parallelism.pipeline_parallel_schedule
-        batches = [n for n in batches if runs_with(schedule, run.pp, own // n)]
+        batches = [n for n in batches if takes(schedule, run.pp, own // n)]
     found: list[Modelled] = []
     for batch in batches:
         tried = Modelled(_with_batch(run, batch), hardware)

@@ -127,9 +127,11 @@ def ensure_prepared(config: Any, *sections: str) -> list[Part]:
 def is_prepared(config: Any) -> bool:
     """Return whether the tokens of a run are there, so that none would be prepared."""
     tokenizer = build_tokenizer(config.model.hf_assets_path)
-    parts = [part for section in used_sections(config) for part in wanted(config, section)]
-    readers = [[Reader(source) for source in part.sources] for part in parts if not part.folder]
-    return all((_place(config, of_part, tokenizer) / RECORD).is_file() for of_part in readers)
+    for part in [part for section in used_sections(config) for part in wanted(config, section)]:
+        readers = [] if part.folder else [Reader(source) for source in part.sources]
+        if readers and not (_place(config, readers, tokenizer) / RECORD).is_file():
+            return False
+    return True
 
 
 def find_prepared(config: Any, section: str) -> list[Part]:

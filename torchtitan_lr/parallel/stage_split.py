@@ -14,7 +14,7 @@ SCHEDULES: dict[str, tuple[bool, bool]] = {
 }
 
 
-def runs_with(schedule: str, ranks: int, microbatches: int) -> bool:
+def takes(schedule: str, ranks: int, microbatches: int) -> bool:
     """Return whether torch has an order of a schedule's actions for so many micro-batches."""
     if schedule == "Interleaved1F1B":  # all rounds of `ranks` or more are alike
         return microbatches % max(1, microbatches // ranks) == 0
