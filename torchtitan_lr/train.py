@@ -67,7 +67,7 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     ranks, devices = placement.launched_ranks(config.comm.mode), placement.gpu_count()
     # Without the launcher nobody says how many: only its own number is compared.
     own = int(os.environ.get("LOCAL_RANK", "0")) + 1 if devices else 0
-    if (needed := int(os.environ.get(placement.GPUS_VARIABLE) or own)) > devices:
+    if (needed := placement.granted_gpus(own)) > devices:
         raise LostDeviceError("NGPU", needed, placement.fewer(devices))
     folder = config.job.dump_folder
 

@@ -80,59 +80,60 @@ def run(
     from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
     from torchtitan_lr.launch.ranks import run_ranks
 
-    environment, config = placed.environment, placed.config
-    folder, began = Path(config.job.dump_folder), time.time()
-    variables = rank_variables(environment)
+    environment, config, began = placed.environment, placed.config, time.time()
+    folder, variables = Path(config.job.dump_folder), rank_variables(environment)
     if environment.nodes == 1:
         variables |= prepare_for_ranks(config) | {run_folder.HELD_VARIABLE: signed}
     else:
         print(f"waiting for the other machines at {environment.endpoint}", flush=True)
 
-    def record(state: str, why: str, rank: int | None = None, since: float = math.inf) -> None:
-        # Of several machines rank 0 holds the folder. One that is another run's now has its record.
-        with suppress(ConfigError):
-            if signed:
-                run_folder.check_ours(str(folder), signed)
-            if signed or not run_folder.is_held(folder):
-                run_folder.write_state(folder, state, why, rank, began=since)
-
     def stopped(why: str) -> int:
-        record(FAILED, why)
+        record(config.job.dump_folder, signed, FAILED, why)
         say(f"error: {why}; logs: {log_folder}")
         return 128 + signals.number
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signals = Signals(stopped)
-    ended = Event()
+    signals, ended, shown = Signals(stopped), Event(), environment.shown()
     if not environment.comm_mode:
-        told = partial(tell, placed)
-        Thread(target=_once_started, args=(signals, ended, told), daemon=True).start()
+        about = signals, ended, partial(tell, placed)
+        Thread(target=_once_started, args=about, daemon=True).start()
     # A module without `begin_rank` outlives a launcher that is killed.
     command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *placed.arguments]
-    shown = environment.shown()
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
     ended.set()
-    if environment.nodes == 1:  # another machine's ranks may still write a record
-        with suppress(OSError):
-            (folder / config.comm.save_traces_folder).rmdir()
-    if signals.killed:
+    # A rank that trains handles the signal.
+    died = failure is not None and failure.status in (None, -signals.passed_on)
+    if signals.killed or (signals.number and died):
         return stopped(signals.why)
     if failure is not None:
-        # A rank that trains handles the signal.
-        if signals.number and failure.status in (None, -signals.passed_on):
-            return stopped(signals.why)
-        named = (state for state in run_folder.FAILURES if EXIT_STATUS[state] == failure.status)
-        state = next(named, FAILED)
-        # Others may have recorded what they saw of the end by a signal, or of a lost GPU.
-        since = math.inf if (failure.status or 0) < 0 or state == LOST else began
-        record(state, str(failure), failure.rank, since)
-        say(failure_line(failure, config))
-        return EXIT_STATUS[state]
+        return failed(failure, config, signed, began)
     if environment.comm_mode:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
     elif has_first and (summary := read_summary(folder, newer_than=began)) is not None:
         print("\n".join(summary_lines(summary, folder, log_folder)))
     return EXIT_STATUS[FINISHED]
+
+
+def record(
+    folder: str, signed: str, state: str, why: str, rank: int | None = None, since: float = math.inf
+) -> None:
+    """Record the end of a run that rank 0 may not have recorded."""
+    with suppress(ConfigError):  # the folder is another run's now, which has its own record
+        if signed:
+            run_folder.check_ours(folder, signed)
+        if signed or not run_folder.is_held(folder):  # of several machines rank 0 holds it
+            run_folder.write_state(folder, state, why, rank, began=since)
+
+
+def failed(failure: "Failure", config: Any, signed: str, began: float) -> int:
+    """Record and tell why ranks have failed that began at a time; return the exit status."""
+    named = (state for state in run_folder.FAILURES if EXIT_STATUS[state] == failure.status)
+    state = next(named, FAILED)
+    # Others may have recorded what they saw of the end by a signal, or of a lost GPU.
+    since = math.inf if (failure.status or 0) < 0 or state == LOST else began
+    record(config.job.dump_folder, signed, state, str(failure), failure.rank, since)
+    say(failure_line(failure, config))
+    return EXIT_STATUS[state]
 
 
 def _once_started(signals: Signals, ended: Event, tell: Callable[[], object]) -> None:

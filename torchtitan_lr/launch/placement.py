@@ -104,6 +104,11 @@ def _number(name: str, text: str, most: int, least: int = 1) -> int:
     return int(text)
 
 
+def granted_gpus(otherwise: int = 0) -> int:
+    """Return how many GPUs this machine must have, by its cluster or by the launcher."""
+    return _number(GPUS_VARIABLE, os.environ.get(GPUS_VARIABLE) or str(otherwise), 1024, least=0)
+
+
 def launched_ranks(comm_mode: str) -> int:
     """Return the number of ranks that torchrun or the launcher started, or a dry run pretends."""
     name = "NGPU" if comm_mode == "fake_backend" else "WORLD_SIZE"
@@ -149,7 +154,7 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    has_gpus = count or os.environ.get(GPUS_VARIABLE, "0") not in ("", "0")  # or lost them all
+    has_gpus = count or granted_gpus() > 0  # or lost them all
     if has_gpus and environment.ranks > count and not environment.comm_mode:  # which needs one
         raise LostDeviceError("NGPU", environment.ranks, fewer(count))
     return "cuda" if count else "cpu"

@@ -54,13 +54,7 @@ class StoredGradients:
         fp64 scalars, add up to the square of the full gradient's norm, so that the sum can travel
         with other sums in one collective.
         """
-        pieces = []
-        for gradient in self._gradients():
-            splits = 1
-            if isinstance(gradient, DTensor):
-                sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-                splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
-            pieces.append((gradient, splits))
+        pieces = [(gradient, splits_of(gradient)) for gradient in self._gradients()]
         stages = self.pp_mesh.size() if self.pp_mesh else 1
         return share_of_square(pieces, stages * self.replicas)
 
@@ -83,6 +77,14 @@ class StoredGradients:
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
         return [p.grad for p in parameters if p.grad is not None]
+
+
+def splits_of(tensor: Tensor) -> int:
+    """Return the number of ranks that a tensor is split over."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
 
 
 def share_of_square(pieces: Iterable[tuple[Tensor, int]], parts: int) -> Tensor:

@@ -17,6 +17,7 @@ from torchtitan_lr.launch.run_folder import locked
 
 REFUSED = [
     ({"NGPU": "many"}, "", "NGPU: got 'many', expected a number from 1 to 1,024"),
+    ({"TORCHTITAN_LR_GPUS": "all"}, "", "TORCHTITAN_LR_GPUS: got 'all', expected a number from 0"),
     ({"LOG_RANK": "4"}, "", "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
     ({"NNODES": "2"}, "", "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
     ({"NNODES": "0:2"}, "", "NNODES: got '0', expected a number from 1 to 100,000"),

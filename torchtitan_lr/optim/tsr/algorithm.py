@@ -27,8 +27,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress
-from math import prod
+from itertools import compress
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.numerics import scale_
-from torchtitan_lr.optim.gradients import clip_factor, share_of_square
+from torchtitan_lr.optim.gradients import clip_factor, share_of_square, splits_of
 from torchtitan_lr.optim.own_optimizer import OwnOptimizer, alike, split_buckets
 from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.stack import (
@@ -117,12 +116,6 @@ class TSRAdam(OwnOptimizer):
         names = _trained_names(self.param_groups)
         wire = {"replicas": group, "stages": stages, "wire_dtype": wire_dtype}
         self.groups = ProcessGroups.of(names, **wire)
-        shapes = {names[p]: tuple(p.shape) for p in names}
-        if stages is not None:  # refreshes are spread over the whole model's matrices
-            for of_stage in from_all_ranks(dict(shapes), stages):
-                shapes |= of_stage
-        plans = plan_matrices(shapes, settings)
-
         self.steps = torch.zeros((), dtype=torch.float32)  # on the host
         self.stacks: list[MatrixStack] = []  # the compressed matrices
         # Parameter groups, and what `step` updates with their hyperparameters.
@@ -130,17 +123,31 @@ class TSRAdam(OwnOptimizer):
         # Where each compressed matrix is, and the number of ranks that split each other parameter.
         self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
         self._dense: dict[Tensor, int] = {}
+        self._make_states(names)
+        self._share_memory_of_cores(local_part(next(iter(names))))
+        # Backward runs from the last module to the first.
+        self._order = list(reversed(order or list(names)))
+        self._running: StepState | None = None
+        # A step that is not counted yet: the verdict on it, and its refreshes.
+        self._uncounted: tuple[Tensor, list[tuple[MatrixStack, list[int]]]] | None = None
+        self._drift = Drift(self.groups.replicas)
+        self._watch_gradients()
+
+    def _make_states(self, names: Mapping[Tensor, str]) -> None:
+        """Plan and stack the matrices of each parameter group, and make the state of all."""
+        shapes = {name: tuple(p.shape) for p, name in names.items()}
+        if self.groups.stages is not None:  # refreshes are spread over the whole model's matrices
+            for of_stage in from_all_ranks(dict(shapes), self.groups.stages):
+                shapes |= of_stage
+        plans = plan_matrices(shapes, self.settings)
         for param_group in self.param_groups:
             trained = [p for p in param_group["params"] if p in names]
             compressed = [(plans[names[p]], p) for p in trained if names[p] in plans]
-            stacks = stack_alike(compressed, self.groups, settings)
+            stacks = stack_alike(compressed, self.groups, self.settings)
             dense = DenseParameters([p for p in trained if names[p] not in plans])
             for stack in stacks:
                 self._compressed |= {p: (stack, i) for i, p in enumerate(stack.parameters)}
-            for parameter in dense.parameters:
-                dims = range(parameter.dim())
-                split = chain.from_iterable(self.groups.splitting(parameter, dim) for dim in dims)
-                self._dense[parameter] = prod(process_group.size() for process_group in split)
+            self._dense |= {p: splits_of(p) for p in dense.parameters}
             self.stacks += stacks
             updated: list[MatrixStack | DenseParameters] = [*stacks, dense]
             self._updates.append((param_group, updated))
@@ -149,20 +156,14 @@ class TSRAdam(OwnOptimizer):
                     # It shares the memory of the stacks.
                     self.state[parameter] = {"step": self.steps, **each.state(index)}
 
+    def _share_memory_of_cores(self, weight: Tensor) -> None:
+        """Make one buffer of all cores of a step, which one call clears, scales or sends."""
         # A pipeline stage may have no compressed matrix.
-        like = self.stacks[0].exp_avg if self.stacks else local_part(next(iter(names)))
-        # All cores of a step are one buffer, which one call clears, scales or sends.
+        like = self.stacks[0].exp_avg if self.stacks else weight
         sizes = [stack.exp_avg.numel() for stack in self.stacks]
         self._cores = like.new_zeros(sum(sizes))
         for stack, part in zip(self.stacks, self._cores.split(sizes), strict=True):
             stack.C = part.view(stack.exp_avg.shape)
-        # Backward runs from the last module to the first.
-        self._order = list(reversed(order or list(names)))
-        self._running: StepState | None = None
-        # A step that is not counted yet: the verdict on it, and its refreshes.
-        self._uncounted: tuple[Tensor, list[tuple[MatrixStack, list[int]]]] | None = None
-        self._drift = Drift(self.groups.replicas)
-        self._watch_gradients()
 
     def _watch_gradients(self) -> None:
         """Let backward call `gradient_arrived` for each parameter."""
