@@ -20,8 +20,10 @@ from torchtitan_lr.compat.interpreter import collector_off
 from torchtitan_lr.launch.processes import begin_rank, exit_without_teardown
 
 with collector_off():
-    # Call this before the slow imports: torchrun may be killed during them.
-    begin_rank()
+    # Call this before the slow imports: torchrun may be killed during them. A process that a rank
+    # spawns imports this module too, and has the rank as its parent.
+    if __name__ == "__main__":
+        begin_rank()
 
     import torch
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler

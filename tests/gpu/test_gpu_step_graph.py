@@ -57,6 +57,8 @@ RUNS = {
     "Adam": [MIXED, "--optimizer.name=Adam"],
     "inputs kept": [MIXED, "--activation_checkpoint.keep_inputs=on"],
     "compiled": [MIXED, "--compile.enable"],
+    "compiled, full": [MIXED, "--compile.enable", f"{MODE}full"],
+    "compiled, selective": [MIXED, "--compile.enable", f"{MODE}selective"],
     **SPECTRAL,
 }
 CAPTURES = {"one": 1, "three": 3}
@@ -98,7 +100,7 @@ def test_captured_steps_equal_eager_ones(
 ) -> None:
     arguments, off = RUNS[name], "--training.step_graph=off"
     if device.type == "cpu":
-        if name == "compiled":
+        if name.startswith("compiled"):
             pytest.skip("the recorder sees no operators of compiled code")
         if name not in USUAL and not request.config.getoption("--full"):
             pytest.skip("nightly: --full runs it")

@@ -81,8 +81,9 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     want = f"0, or a multiple of checkpoint.interval ({unit}): other steps are not saved"
     require(every % unit == 0, "checkpoint.keep_every", every, want)
     mode = checkpoint.async_mode
-    fits = device_type != "cpu" or mode != "async_with_pinned_mem"
-    require(fits, "checkpoint.async_mode", mode, "'disabled' or 'async' on a CPU")
+    # Torch's process that would write from pinned memory imports the rank's module anew.
+    want = "'disabled', or 'async', which copies to the host and writes in a thread"
+    require(mode != "async_with_pinned_mem", "checkpoint.async_mode", mode, want)
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
     if step != -1 and not folders.is_complete(folders.step_folder(folder, step)):

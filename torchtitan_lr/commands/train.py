@@ -44,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
     """Train: as a rank under torchrun, else through the launcher; return the exit status."""
     from torchtitan_lr.launch.launcher import main, train_arguments
     from torchtitan_lr.launch.placement import read_environment
-    from torchtitan_lr.launch.processes import exit_without_teardown
+    from torchtitan_lr.launch.processes import begin_rank, exit_without_teardown
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        begin_rank()
         from torchtitan_lr.train import main as train_rank
 
         exit_without_teardown(train_rank(train_arguments(args.arguments, read_environment())))

@@ -149,7 +149,10 @@ class _InPlace(DefaultReduceScatter):
 
 
 def spare_copies(module: FSDPModule) -> None:
-    """Let a replicated unit cast parameters and gradients without a copy."""
+    """Let a replicated unit cast parameters and gradients without a copy.
+
+    Several replicas still divide gradients by 1.0 (`sum_gradients`), into new memory.
+    """
     # If upstream copies elsewhere, the numbers are the same and a test counts more bytes. Before
     # torch 2.13 a whole parameter may be gathered like others, by other streams than its reader's.
     # Not for FSDP2's unit of one shard: it may free gradients before their last read.

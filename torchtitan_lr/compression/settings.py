@@ -59,8 +59,7 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
         codec=kind(ranks, c, theta, half),
         layers=section.layers,
         min_size=section.min_size,
-        revocable=config.training.max_skipped_steps > 0
-        or config.checkpoint.async_mode == "async_with_pinned_mem",
+        revocable=config.training.max_skipped_steps > 0,
     )
 
 

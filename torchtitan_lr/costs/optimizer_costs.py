@@ -24,7 +24,7 @@ from torchtitan_lr.costs.messages import Traffic, mean_of, sent_bytes
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, tsr_traffic
 from torchtitan_lr.errors import require
 from torchtitan_lr.ledger.ledger import OUTER
-from torchtitan_lr.optim.outer import coded_bytes, layer_fragments
+from torchtitan_lr.optim.outer import coded_bytes, layer_fragments, message_entries
 from torchtitan_lr.optim.spectral.matrices import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 
@@ -111,11 +111,11 @@ class OuterCost:
         self.copies = 2 + (self.rounds and self.section.feedback) if self.every else 0
 
     def _fragments(self, pieces: NamedShapes) -> list[int]:
-        """Return the numbers of each fragment that a rank has a part of."""
+        """Return the numbers in a message of each fragment that a rank has a part of."""
         fragments = layer_fragments(pieces, self.run.args.n_layers, self.section.fragments)
         sizes = Counter[int]()
         for name, piece in pieces.items():
-            sizes[fragments[name]] += prod(piece)
+            sizes[fragments[name]] += message_entries(prod(piece), self.section.bits)
         return [*sizes.values()]
 
     def exchanges(self, pp_rank: int) -> list[Traffic]:
@@ -148,7 +148,7 @@ class OuterCost:
 
     def exchange_bytes(self, pieces: NamedShapes) -> int:
         """Return the bytes of an exchange of all fragments, as after a last step."""
-        entries, size = sum(map(prod, pieces.values())), self.run.precision.parameter
+        entries, size = sum(self._fragments(pieces)), self.run.precision.parameter
         if not self.rounds:
             return 2 * size * entries  # changes by parameter, and together
         # The sum, its own message in fp32, and of one that is decoded bytes and fp32.

@@ -30,22 +30,28 @@ from torchtitan_lr.compat.process_groups import all_gather
 from torchtitan_lr.config.schema import Outer
 
 BLOCK = 128
-"""Numbers that are rounded with a common scale."""
+"""Numbers that are rounded with a common scale, all of one parameter.
+
+Ranks that hold a parameter alike round it alike then, whatever else each of them holds.
+"""
+
+
+def message_entries(entries: int, bits: int) -> int:
+    """Return the numbers of a parameter in a message: whole blocks of those that are rounded."""
+    return entries if bits == 32 else -(-entries // BLOCK) * BLOCK
 
 
 def coded_bytes(entries: int, bits: int) -> int:
     """Return the bytes of a message of `encode`."""
-    blocks = -(-entries // BLOCK)
-    return blocks * (BLOCK * bits // 8 + 4)
+    return entries // BLOCK * (BLOCK * bits // 8 + 4)
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
-    """Round numbers x (n,) to whole multiples of a scale per block; return bytes (coded_bytes,).
+    """Round whole blocks x (n,) to multiples of a scale per block; return bytes (coded_bytes,).
 
     The largest magnitude of a block is 2ᵇ⁻¹ - 1 times its scale: an error is at most scale / 2.
     """
-    short = -len(x) % BLOCK
-    blocks = (F.pad(x, (0, short)) if short else x).float().view(-1, BLOCK)
+    blocks = x.float().view(-1, BLOCK)
     most = 2 ** (bits - 1) - 1
     scale = torch.linalg.vector_norm(blocks, torch.inf, 1, keepdim=True) / most  # (blocks, 1)
     # A block of zeros has scale 0.
@@ -59,8 +65,8 @@ def encode(x: Tensor, bits: int) -> Tensor:
     return torch.cat([codes, scale.view(torch.uint8)], 1).flatten()
 
 
-def decode(message: Tensor, entries: int, bits: int) -> Tensor:
-    """Return the fp32 numbers (entries,) of a message of `encode`."""
+def decode(message: Tensor, bits: int) -> Tensor:
+    """Return the fp32 numbers (n,) of a message of `encode`."""
     rows = message.view(-1, BLOCK * bits // 8 + 4)
     codes, scale = rows[:, :-4].view(torch.int8), rows[:, -4:].view(torch.float32)
     if bits == 16:
@@ -68,7 +74,7 @@ def decode(message: Tensor, entries: int, bits: int) -> Tensor:
     elif bits < 8:  # a shift to the right repeats the sign
         places = range(8 // bits)
         codes = torch.cat([codes << 8 - bits * (p + 1) >> 8 - bits for p in places], 1)
-    return (codes * scale).flatten()[:entries]
+    return (codes * scale).flatten()
 
 
 def layer_fragments(names: Iterable[str], layers: int, fragments: int) -> dict[str, int]:
@@ -133,14 +139,17 @@ class OuterSteps:
 
         Call it on every rank. It returns False, and has changed nothing by that exchange, if a
         rank's mean is not finite. The messages are sent inside of ``sending``. Those that overlap
-        are taken in here after the next step. A step that was rejected has changed no weights.
+        are taken in here after the next step. A step that was rejected has changed no weights:
+        where it leaves the common ones, nothing is exchanged.
         """
         fragments, self.began_together = self.section.fragments, self.together
         self.together = self.together and rejected
-        if self._sent is not None and not self._take_in():
-            return False
+        if self._sent is not None:
+            if not self._take_in():
+                return False
+            self.together = rejected and fragments == 1
         due = [*range(fragments)] if last else due_after(step, self.section.every, fragments)
-        if not due:
+        if not due or self.together:
             return True
         overlaps = self.section.overlap and not last
         with sending or nullcontext():
@@ -175,7 +184,8 @@ class OuterSteps:
         change = local_part(self.common[name]) - local_part(self.parameters[name])
         if self.residual:
             change += local_part(self.residual[name])
-        return change.flatten()
+        more = message_entries(change.numel(), self.section.bits) - change.numel()
+        return F.pad(change.flatten(), (0, more)) if more else change.flatten()
 
     def _take_in(self) -> bool:
         """Step along the mean of what was sent, if all ranks' is finite."""
@@ -183,13 +193,14 @@ class OuterSteps:
         (weights, messages, arrival), self._sent = self._sent, None
         if arrival is not None:
             arrival.wait()
-        sizes = [value.numel() for value in weights.values()]
+        bits = self.section.bits
+        sizes = [message_entries(value.numel(), bits) for value in weights.values()]
         mean = known = messages
-        if self.section.bits < 32 and len(messages):
-            coded, of_each = messages.chunk(self.replicas), (sum(sizes), self.section.bits)
-            known, mean = decode(coded[self.replica], *of_each), self._nothing.new_zeros(sum(sizes))
+        if bits < 32 and len(messages):
+            coded = messages.chunk(self.replicas)
+            known, mean = decode(coded[self.replica], bits), self._nothing.new_zeros(sum(sizes))
             for replica, message in enumerate(coded):  # in one order on all ranks
-                mean += known if replica == self.replica else decode(message, *of_each)
+                mean += known if replica == self.replica else decode(message, bits)
         mean /= self.replicas
         bad = (~mean.sum().isfinite()).float()  # without a copy of them
         if dist.is_initialized():
@@ -202,14 +213,18 @@ class OuterSteps:
         return True
 
     def _step(self, name: str, sent: Tensor, delta: Tensor, known: Tensor) -> None:
-        """Step along the mean change Δ (n,), where the others have ``known`` of one's own (n,)."""
+        """Step along the mean change Δ, where the others have ``known`` of one's own.
+
+        Both are as in a message: (n,) or longer.
+        """
         section, eta, mu = self.section, self.section.lr, self.section.momentum
         common, own = local_part(self.common[name]), local_part(self.parameters[name])
-        momentum, delta = local_part(self.momentum[name]), delta.view_as(common)
+        momentum, entries = local_part(self.momentum[name]), common.numel()
+        delta = delta[:entries].view_as(common)
         if self.residual:
             residual = local_part(self.residual[name])
             residual += common - sent
-            residual -= known.view_as(common)
+            residual -= known[:entries].view_as(common)
         # θ - η (Δ + μ (μ m + Δ)), or θ - η (μ m + Δ), with θ - Δ as the replicas' mean: what a
         # single replica has trained stays bit for bit with η = 1 and μ = 0.
         mean = sent if self.replicas == 1 and section.bits == 32 else common - delta

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan_lr.agreement import from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints import folders, safe_metadata, saving
@@ -64,7 +64,6 @@ class CheckpointManager(TitanCheckpointHooks):
     async_mode: AsyncMode
     save_future: Future[Any] | None = None  # upstream sets it where it saves
     sd_adapter: Any
-    stager: Any
     _last_saved: str | None = None  # a path: hosts may see different states of a shared folder
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
@@ -145,18 +144,11 @@ class CheckpointManager(TitanCheckpointHooks):
             return None
         if self._first:  # `_purge_stale_checkpoints` counts it
             os.makedirs(writer.path, exist_ok=True)
-        way = AsyncCheckpointerType.THREAD
-        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            # torch's stager, whose memory a process can share, does not wait for the step itself.
-            torch.accelerator.current_stream().synchronize()
-            way = AsyncCheckpointerType.PROCESS
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
             planner=saving.SavePlanner(),
             process_group=self.pg,
-            async_checkpointer_type=way,
-            async_stager=self.stager,
         )
 
     def _states_of(self, saved: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 """``estimate``: what it prints and refuses."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -132,7 +133,7 @@ def test_what_outer_steps_send_and_hold():
     run = paper_run(path)
     pieces, size = run.pieces_of(0), elements(run.global_shapes)
     entries = elements(pieces)
-    coded = -(-entries // 128) * (128 * 4 // 8 + 4)
+    coded = sum(-(-math.prod(piece) // 128) for piece in pieces.values()) * (128 * 4 // 8 + 4)
     assert 8 * coded / 30 == pytest.approx(size * (0.5 + 4 / 128) / 30, rel=1e-3)
     kinds = {
         name: sum(bytes_by_dim(rows, run.wire_dtypes).get("dp_replicate", {}).values())

@@ -77,6 +77,8 @@ def test_an_exchange_by_hand():
     every = "--parallelism.data_parallel_replicate_degree=2", "--outer.every=2"
     kinds = [], ["--outer.bits=4"], ["--outer.bits=4", "--outer.overlap"]
     pieces, sent = {"a": (5, 128), "b": (640,)}, 3 * 10 * (64 + 4)  # its own message, and both
+    odd = run_of(*every, "--outer.bits=4").outer
+    assert odd.exchange_bytes({"a": (5, 127), "b": (513,)}) == odd.exchange_bytes(pieces)
     found = [run_of(*every, *kind).outer.exchange_bytes(pieces) for kind in kinds]
     # Changes of each, and together. The sum, two messages in fp32 and one in bytes; copies.
     assert found == [2 * 4 * 1280, (3 * 4 + 1) * 1280 + sent, (4 * 4 + 1) * 1280 + sent]

@@ -3,11 +3,14 @@
 
 import multiprocessing
 import os
+import runpy
 
 import pytest
 from torch.distributed import TCPStore
 
+from torchtitan_lr import train
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch import processes
 from torchtitan_lr.train import checked_once
 
 MACHINES = [  # two ranks on the first, one on the second
@@ -80,3 +83,8 @@ def test_rank_0_checks_for_all_and_each_machine_prepares():
 def test_what_the_launcher_has_checked_is_not_checked_again(monkeypatch):
     monkeypatch.setenv("TORCHTITAN_LR_LOCK", "signed by the launcher")
     assert checked_once(*3 * [pytest.fail]) == "signed by the launcher"
+
+
+def test_a_process_that_a_rank_spawns_is_not_bound_to_the_launcher(monkeypatch):
+    monkeypatch.setattr(processes, "begin_rank", pytest.fail)
+    runpy.run_path(train.__file__, run_name="__mp_main__")  # as the child begins
