@@ -141,10 +141,11 @@ def check_corpora(config: Any, world_size: int, device_type: str) -> None:
     sets, trained = validation_sets(config), set[Path]()
     for section in used_sections(config):  # what is trained on first
         files = set[Path]()
-        for source in (source for part in wanted(config, section) for source in part.sources):
-            found = Reader(source).files
-            if source.name == "local":
-                files.update(file.resolve() for file in found)
+        for part in wanted(config, section):
+            for source in part.sources:
+                found = Reader(source).files
+                if source.name == "local":
+                    files.update(file.resolve() for file in found)
         if section == "training":
             trained = files
         elif sets[section].dataset == "local":
@@ -181,7 +182,9 @@ def _check_hub_tokens(config: Any, world_size: int) -> None:
     from torchtitan_lr.data.prepare import wanted
 
     training, batch = config.training, global_batch_size(config, world_size)
-    limited = any(source.tokens for part in wanted(config) for source in part.sources)
+    limited = False
+    for part in wanted(config):
+        limited |= any(source.tokens for source in part.sources)
     if limited and not training.hf_tokens and batch > training.local_batch_size:
         tokens = (training.steps + 1) * batch * (training.seq_len + 1)
         want = f"{tokens:,} tokens ({tokens}), which all steps read on these ranks, or training."

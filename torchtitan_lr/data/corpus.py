@@ -98,13 +98,13 @@ class Corpus:
             return _recorded(place, key)
         want = "a preparation that is finished: the command that began it goes on with it"
         require(not (place / BEGUN).exists(), key, str(place), want)
-        train = []
+        train, files = [], list[Path]()
         for path in sorted(place.glob("*.idx")):
             shard = IndexedDataset(path.with_suffix(""), key)
             train.append(ShardInfo(shard.num_tokens, shard.num_documents, "", path.stem))
+            files += [path.with_suffix(".bin"), path]
         require(train, key, str(place), f"a folder with {RECORD}, or with .bin and .idx files")
         # Nobody has written checksums there, and two texts can have equal counts.
-        files = [Path(f"{place / info.name}.{end}") for info in train for end in ("bin", "idx")]
         samples, _ = sample_of(files)
         identity = identity_of("text", {"samples": samples}, [train, []])
         return Corpus(place, train, [], "text", identity, {}, key)
@@ -183,7 +183,8 @@ def _recorded(folder: Path, key: str) -> Corpus:
         found = read_json(folder / RECORD)
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']!r}")
-        train, held_out = ([ShardInfo(**shard) for shard in found[part]] for part in PARTS)
+        train = [ShardInfo(**shard) for shard in found["train"]]
+        held_out = [ShardInfo(**shard) for shard in found["held_out"]]
         identity = identity_of(found["kind"], found["tokenizer"], [train, held_out])
         if found["identity"] != identity:
             raise ValueError("its shards are not those of its identity")
@@ -205,7 +206,9 @@ def save_record(folder: Path, about: dict[str, Any], parts: Sequence[Sequence[Sh
 
 def identity_of(kind: str, tokenizer: dict[str, Any], parts: Sequence[Sequence[ShardInfo]]) -> str:
     """Return the digest of a corpus' content, from those of its shards."""
-    shards = [[(shard.tokens, shard.documents, shard.sha256) for shard in part] for part in parts]
+    shards = []
+    for part in parts:
+        shards.append([(shard.tokens, shard.documents, shard.sha256) for shard in part])
     text = json.dumps([FORMAT, kind, tokenizer, shards], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -116,21 +116,23 @@ def ensure_prepared(config: Any, *sections: str) -> list[Part]:
     """
     known = json.loads(os.environ.get(PREPARED, "{}"))
     found = list[tuple[Part, list[Reader]]]()  # readers where a folder is missing
-    for part in [part for section in sections or ("training",) for part in wanted(config, section)]:
-        folder = part.folder or known.get(repr(part.sources), "")
-        # Looks for all files before the first corpus is prepared: that may take hours.
-        readers = [] if folder else [Reader(source) for source in part.sources]
-        found.append((replace(part, folder=folder), readers))
+    for section in sections or ("training",):
+        for part in wanted(config, section):
+            folder = part.folder or known.get(repr(part.sources), "")
+            # Looks for all files before the first corpus is prepared: that may take hours.
+            readers = [] if folder else [Reader(source) for source in part.sources]
+            found.append((replace(part, folder=folder), readers))
     return [replace(p, folder=_prepared(config, files)) if files else p for p, files in found]
 
 
 def is_prepared(config: Any) -> bool:
     """Return whether the tokens of a run are there, so that none would be prepared."""
     tokenizer = build_tokenizer(config.model.hf_assets_path)
-    for part in [part for section in used_sections(config) for part in wanted(config, section)]:
-        readers = [] if part.folder else [Reader(source) for source in part.sources]
-        if readers and not (_place(config, readers, tokenizer) / RECORD).is_file():
-            return False
+    for section in used_sections(config):
+        for part in wanted(config, section):
+            readers = [] if part.folder else [Reader(source) for source in part.sources]
+            if readers and not (_place(config, readers, tokenizer) / RECORD).is_file():
+                return False
     return True
 
 
