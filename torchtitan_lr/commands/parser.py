@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from torchtitan_lr.checkpoints.folders import is_free
 from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.console.log import say
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
-from torchtitan_lr.launch.processes import say
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:

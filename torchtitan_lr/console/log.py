@@ -90,10 +90,11 @@ def init_console(verbose: bool = False) -> None:
 
 
 def say(message: str) -> None:
-    """Print a line: in a rank to its log, in a command to stderr."""
+    """Print a line: in a rank to its log, in a command to stderr, if that is still read."""
     if any(isinstance(handler, _Lines) for handler in logging.getLogger().handlers):
         console.info(message)
-    else:
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # a signal came while a line was printed
         print(escaped(message, keep="\n\t"), file=sys.stderr, flush=True)
 
 

@@ -20,11 +20,11 @@ from torchtitan_lr.compat.devices import gpu_count
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import NO_EFFECT
+from torchtitan_lr.console.log import say
 from torchtitan_lr.console.terminal import markdown_table
 from torchtitan_lr.errors import ConfigError, escaped, require
 from torchtitan_lr.experiments.start import place_run
 from torchtitan_lr.launch import run_folder
-from torchtitan_lr.launch.processes import say
 from torchtitan_lr.launch.run_folder import DIVERGED, EXIT_STATUS, FAILED, FINISHED, STOPPED
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.entries import unread_keys
@@ -169,8 +169,6 @@ def losses_of(work: Path) -> dict[str, float]:
 
 
 class _Started(NamedTuple):
-    """The run of a point, in a process."""
-
     point: Point
     gpus: list[str]  # its own ones
     process: subprocess.Popen[bytes]
@@ -236,7 +234,7 @@ class Sweep:
     def _start(self, point: Point, gpus: list[str]) -> _Started:
         """Start a point's training through the launcher; a run with a checkpoint resumes."""
         point.save(self.work, "cut off")  # the status if this process dies before the run's end
-        say(escaped(f"{point.name}: starts"))
+        say(f"{point.name}: starts")
         folder = self.work / point.name
         for earlier in (SUMMARY_FILE, run_folder.STATE_FILE):
             (folder / earlier).unlink(missing_ok=True)
@@ -292,7 +290,6 @@ class Sweep:
         return words[-1] if words else f"it ended with status {status}"
 
     def _write(self) -> None:
-        """Write the table: sweep.json and sweep.md."""
         rows = table_of(self.points)
         write_whole(self.work / "sweep.json", json.dumps(rows, indent=1) + "\n")
         write_whole(self.work / "sweep.md", as_markdown(rows) + "\n")

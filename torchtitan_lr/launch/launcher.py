@@ -25,10 +25,11 @@ from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
+from torchtitan_lr.console.log import say
 from torchtitan_lr.errors import ConfigError, LostDeviceError, escaped, require
 from torchtitan_lr.launch import placement, run_folder
 from torchtitan_lr.launch.placement import Environment, Placement
-from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
+from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals
 from torchtitan_lr.launch.run_folder import AGAIN_THE_SAME, EXIT_STATUS, FAILED, FINISHED, LOST
 from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchtitan_lr.compat.interpreter import end_with, run_exit_functions
+from torchtitan_lr.console.log import say
 
 if TYPE_CHECKING:  # it imports torch
     from torchtitan_lr.compat.elastic import Agent
@@ -90,12 +91,6 @@ class Signals:
             self._tell_end(self.why)
         finally:  # whatever fails there
             exit_without_teardown(128 + self.number)
-
-
-def say(line: str) -> None:
-    """Print a line to stderr; not if its terminal has hung up, or the reader of its pipe ended."""
-    with contextlib.suppress(OSError, RuntimeError):  # a signal came while a line was printed
-        print(line, file=sys.stderr, flush=True)
 
 
 def begin_rank() -> None:
