@@ -78,7 +78,7 @@ def test_metrics_file(records):
 
 
 def test_validation_runs_after_the_last_step(records):
-    # freq = 4 alone would stop at step 4; step 1 is left out unless validation.first_step.
+    # freq = 4 alone would stop at step 4; step 1 is left out.
     steps = [record["step"] for record in records if VAL_LOSS in record]
     assert steps == [4, 6]
     assert all(r["validation_metrics/seconds"] > 0 for r in records if VAL_LOSS in r)

@@ -596,9 +596,6 @@ class ActivationCheckpoint:
 class Validation:
     """Changed defaults of torchtitan's ``[validation]``, and additional keys."""
 
-    first_step: bool = False
-    """Also validate after step 1, where the loss is that of an untrained model."""
-
     dataset: str = "training"
     """The validation corpus:
     - 'training': the held-out part of the training corpus: one file in 20 of 'cpython', one

@@ -61,11 +61,10 @@ class Validator(BaseValidator):
         self._thread = ThreadPoolExecutor(1)
 
     def should_validate(self, step: int) -> bool:
-        """Validate every ``validation.freq`` steps and after the last; see ``first_step``."""
+        """Validate every ``validation.freq`` steps and after the last."""
         # Upstream always validates after step 1, where the model is still untrained.
-        section: Any = self.job_config.validation  # torchtitan's has no such key
-        first = step == 1 and section.first_step
-        return first or step % section.freq == 0 or step == self.job_config.training.steps
+        config = self.job_config
+        return step % config.validation.freq == 0 or step == config.training.steps
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Compute and log the loss and perplexity of each set, unless one is ``cut``."""
