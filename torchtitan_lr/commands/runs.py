@@ -35,8 +35,6 @@ _DERIVED = {
 }
 """Keys that no loss depends on, or only through others that are shown."""
 
-_MISSING = object()
-
 COLUMNS = ("run", "config", "state", "step", "loss", "validation")
 
 Row = dict[str, Any]
@@ -141,8 +139,8 @@ def keys_that_differ(rows: list[Row]) -> list[str]:
     left_out = _DERIVED | {key for key, meaning in meanings().items() if meaning is FREE}
     keys = []
     for key in records[0] if records else ():
-        values = [record.get(key, _MISSING) for record in records]
-        differ = any(value != values[0] for value in values) and _MISSING not in values
+        values = [record[key] for record in records if key in record]
+        differ = len(values) == len(records) and any(value != values[0] for value in values)
         if differ and "." in key and key.partition(".")[0] not in NO_EFFECT and key not in left_out:
             keys.append(key)
     return keys

@@ -83,11 +83,8 @@ def export_hf(
     out_dir: Path,
     dtype: torch.dtype | None = None,
     keep_factors: bool = False,
-) -> int:
-    """Write weights, ``config.json`` and, for what is no LLaMA, the code of the model.
-
-    Returns the number of written parameters; errors as for `check_hf_exportable`.
-    """
+) -> None:
+    """Write weights, ``config.json`` and code; errors as for `check_hf_exportable`."""
     dtype = dtype or next(iter(weights.values())).dtype
     config, converted = for_transformers(args, weights, dtype, keep_factors)
     write_json(out_dir / HF_CONFIG, config)
@@ -100,7 +97,6 @@ def export_hf(
         raise OSError(str(error)) from error
     for file in out_dir.glob("*.safetensors"):  # safetensors lets only the owner read it
         file.chmod((out_dir / HF_CONFIG).stat().st_mode)
-    return sum(tensor.numel() for tensor in rounded.values())
 
 
 def for_transformers(

@@ -93,37 +93,30 @@ def due_after(step: int, every: int, fragments: int) -> list[int]:
 
 
 class OuterSteps:
-    """The outer optimizer of a rank's parameters, with the exchange between its replicas.
-
-    Attributes:
-        common: The common weights by name, as after the last exchange.
-        momentum: The outer momentum by name.
-        residual: What rounding has left of this replica's messages, by name; empty without it.
-        together: Whether the parameters are the common weights, as after an exchange of all.
-        began_together: Whether they were when the last step began: its loss is of these weights.
-    """
+    """The outer optimizer of a rank's parameters, with the exchange between its replicas."""
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
         layers: int,
         section: Outer,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | None = None,  # of the replicas, if there are several
     ) -> None:
-        # ``mesh`` is of the replicas, if there are several.
         self.section, self._mesh, self.parameters = section, mesh, dict(parameters)
         self.replicas, self.replica = 1, 0
         if mesh is not None:
             self.replicas, self.replica = mesh.size(), mesh.get_local_rank()
         self._fragments = layer_fragments(self.parameters, layers, section.fragments)
+        # Whether the parameters are the common weights, and were when the last step began.
         self.together = self.began_together = True
+        # By name, as after the last exchange.
         self.common = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.momentum = {name: torch.zeros_like(p) for name, p in self.common.items()}
         self._nothing = local_part(next(iter(self.common.values()))).new_empty(0)
         # Weights that were sent (copies, if a step comes in between); all replicas' messages, or
         # with 32 bits their sum; what waits for them.
         self._sent: tuple[dict[str, Tensor], Tensor, dist.Work | None] | None = None
-        self.residual: dict[str, Tensor] = {}
+        self.residual: dict[str, Tensor] = {}  # what rounding has left of this replica's messages
         if section.bits < 32 and section.feedback:
             self.residual = {name: torch.zeros_like(p) for name, p in self.common.items()}
 

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import torch.profiler
 import torchtitan.components.metrics as titan_metrics
 import torchtitan.train as titan_train
-from torchtitan.components.checkpoint import DATALOADER as DATALOADER
 from torchtitan.components.checkpoint import MODEL as MODEL
 from torchtitan.components.checkpoint import AsyncMode as AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager

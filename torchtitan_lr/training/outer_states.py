@@ -28,7 +28,7 @@ class OuterStates:
 
     def __init__(self, outer: OuterSteps, optimizers: OptimizersContainer) -> None:
         self._outer, self._optimizers = outer, optimizers
-        self._source = outer.replica  # the saved one to load; the own one but while loading
+        self._own = f"replica_{outer.replica}."  # of names; while loading of the saved one to take
         self._residual = outer.residual
 
     def replace_in(self, states: State) -> None:
@@ -49,7 +49,7 @@ class OuterStates:
         found = [match for name in names if (match := _OF_REPLICA.match(name))]
         replicas = self._outer.replicas
         saved = 1 + max((int(match[1]) for match in found), default=replicas - 1)
-        self._source = self._outer.replica % saved
+        self._own = f"replica_{self._outer.replica % saved}."
         self._outer.together = not (whole and any(match[2] for match in found))
         if saved != replicas:
             self._residual = {}
@@ -59,28 +59,23 @@ class OuterStates:
 
     def state_dict(self) -> State:
         """Return the momentum, and this replica's residual and weights."""
-        own = self._prefix
         found = {f"momentum.{name}": value for name, value in self._outer.momentum.items()}
-        found |= {f"{own}residual.{name}": value for name, value in self._residual.items()}
+        found |= {f"{self._own}residual.{name}": value for name, value in self._residual.items()}
         if not self._outer.together:
-            found |= {f"{own}weights.{name}": p for name, p in self._outer.parameters.items()}
+            found |= {f"{self._own}weights.{name}": p for name, p in self._outer.parameters.items()}
         return found
 
     def load_state_dict(self, state: State) -> None:
         """Do nothing: tensors of parameters are loaded in place."""
 
-    @property
-    def _prefix(self) -> str:
-        return f"replica_{self._source}."
-
     def _optimizer_state(self) -> State:
         found = {}
         for name, value in self._optimizers.state_dict().items():
-            found[name if name.startswith("param_groups.") else self._prefix + name] = value
+            found[name if name.startswith("param_groups.") else self._own + name] = value
         return found
 
     def _load_optimizer(self, state: State) -> None:
-        own = {name.removeprefix(self._prefix): value for name, value in state.items()}
+        own = {name.removeprefix(self._own): value for name, value in state.items()}
         self._optimizers.load_state_dict(own)
 
     def _load_model(self, state: State) -> None:
@@ -89,4 +84,4 @@ class OuterStates:
             local_part(common).copy_(local_part(state[name]))
         own = {} if self._outer.together else self._outer.parameters  # which are loaded
         self._model.load_state_dict(state | own)
-        self._source, self._residual = self._outer.replica, self._outer.residual
+        self._own, self._residual = f"replica_{self._outer.replica}.", self._outer.residual

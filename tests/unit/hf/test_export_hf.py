@@ -28,10 +28,7 @@ def exported(code_cache, tmp_path_factory):
         if case not in done:
             ours, folder = model_of(case), tmp_path_factory.mktemp("export") / case
             folder.mkdir()
-            written = export_hf(
-                ours.model_args, ours.state_dict(), folder, keep_factors=case == "svd"
-            )
-            assert written == sum(p.numel() for p in ours.parameters())
+            export_hf(ours.model_args, ours.state_dict(), folder, keep_factors=case == "svd")
             done[case] = ours, exact(load(folder), ours), folder
         return done[case]
 
