@@ -24,8 +24,7 @@ from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.trainer import Trainer
 
 STEPS = 7
-TP2_DP2 = [
-    "--parallelism.tensor_parallel_degree=2",
+DP2 = [
     "--training.local_batch_size=2",
     "--training.global_batch_size=4",
     f"--training.steps={STEPS}",
@@ -34,6 +33,7 @@ TP2_DP2 = [
     "--checkpoint.enable",
     "--checkpoint.interval=100",
 ]
+TP2_DP2 = [*DP2, "--parallelism.tensor_parallel_degree=2"]
 
 
 def train_on(corpus: str, dump_folder: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def train_and_hang(corpus: str, dump_folder: str, pipe: str, what: str) -> dict[
         setattr(rows, name, stuck)
         return trainer
 
-    arguments = [*TP2_DP2, f"--training.dataset_path={corpus}"]
+    arguments = [*DP2, f"--training.dataset_path={corpus}"]
     arguments += [f"--validation.{key}" for key in VALIDATED] if what == "validation" else []
     with patch.object(dataloader, "LAST_READ_SECONDS", 0.1):
         run = parity_runs.train(arguments, dump_folder, build=build)
@@ -115,12 +115,12 @@ def test_a_shard_that_is_gone_saves_and_stops_and_the_mended_corpus_goes_on(
 
 @pytest.mark.parametrize("what", ["training", "validation"])
 def test_a_read_that_never_returns_does_not_keep_a_run_from_its_stop(
-    what: str, four_ranks: RankPool, corpus: Path, tmp_path: Path
+    what: str, two_ranks: RankPool, corpus: Path, tmp_path: Path
 ) -> None:
     """The first signal saves and ends it: the data of the next step are not needed."""
     os.mkfifo(tmp_path / "pipe")
     dump = tmp_path / "dump"
-    runs = four_ranks.run(train_and_hang, str(corpus), str(dump), str(tmp_path / "pipe"), what)
+    runs = two_ranks.run(train_and_hang, str(corpus), str(dump), str(tmp_path / "pipe"), what)
     assert {run["step"] for run in runs} == {4} and not runs[0]["val_losses"]
     assert verified(dump / "checkpoint/step-4").finite
 

@@ -56,7 +56,7 @@ USUAL = [
         **{"checkpointing": "low_rank", "text": "documents"},
     },
     {
-        **{"family": "cola", "tensor": "btp_sequence", "pipeline": "1F1B"},
+        **{"family": "cola", "tensor": "btp_sequence", "pipeline": "GPipe"},
         **{"optimizer": "lora_muon", "rates": "groups"},
     },
     {"family": "cola", "tensor": "btp_ungrouped", "context": "latents"},
@@ -70,7 +70,7 @@ USUAL = [
     {"family": "cola", "data": "fsdp", "tensor": "vanilla", "optimizer": "spectron"},
     {"family": "full", "data": "fsdp", "tensor": "megatron", "optimizer": "muon"},
     {
-        **{"family": "lax", "data": "fsdp", "accumulation": "twice"},
+        **{"family": "lax", "data": "hsdp", "accumulation": "twice"},
         **{"optimizer": "lora_muon", "text": "mixture", "outer": "steps"},
     },
     {
@@ -82,12 +82,7 @@ USUAL = [
     {"family": "lax", "tensor": "vanilla", "pipeline": "1F1B", "checkpointing": "full"},
     {"family": "svd", "tensor": "btp", "compile": "blocks"},
     {"family": "cola", "context": "shared", "compile": "blocks", "checkpointing": "low_rank"},
-    {
-        **{"family": "cola", "data": "hsdp", "accumulation": "twice"},
-        **{"optimizer": "muon", "outer": "steps"},
-    },
     # What is left, on two ranks.
-    {"family": "svd", "pipeline": "GPipe", "accumulation": "twice"},
     {"family": "lax", "pipeline": "Interleaved1F1B"},
     {"family": "full", "tensor": "megatron_sequence"},
     {"family": "lax_gated", "tensor": "vanilla_replicated", "precision": "bf16"},

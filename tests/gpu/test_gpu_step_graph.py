@@ -64,7 +64,7 @@ RUNS = {
 CAPTURES = {"one": 1, "three": 3}
 """Kinds of pass, where they are not two: the first micro-batch and the last."""
 
-USUAL = ("three", "low_rank", "TSRAdam", REJECTED)
+USUAL = ("three", "TSRAdam", REJECTED)
 """What a CPU runs without ``--full``; a GPU runs all."""
 
 

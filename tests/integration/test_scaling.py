@@ -37,7 +37,7 @@ def test_a_scaling_experiment_has_the_losses_of_its_histories(tmp_path):
     (tmp_path / "toy.toml").write_text(EXPERIMENT.format(config=config))
     work = tmp_path / "work"
     arguments = [tmp_path / "toy.toml", f"--out={work}"]
-    done = runs.run([*LR, "scaling", "run", *arguments, "--jobs=2"])
+    done = runs.run([*LR, "scaling", "run", *arguments, "--jobs=2"], NGPU="2")
     assert done.status == 0, done.everything
     fitted = runs.run([*LR, "scaling", "fit", *arguments])
     assert fitted.status == 0, fitted.everything

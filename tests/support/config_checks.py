@@ -17,11 +17,11 @@ MAIN = ROOT / "train_configs" / "debug_cola.toml"
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
 
 
-def check(*argv, world=4, device="cpu", config_file=MAIN):
+def check(*argv, world=4, device="cpu", config_file=MAIN, data="find"):
     # The main job's folder may have a run, and its 16 sequences are for ranks that it fits.
     given = ["--job.dump_folder=./outputs/no_run", "--training.global_batch_size=-1"]
     config = build_job_config([f"--job.config_file={config_file}", *given, *argv])
-    check_job_config(config, world, device)
+    check_job_config(config, world, device, data)
     return config
 
 

@@ -3,15 +3,20 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
-from torchtitan_lr.data import corpus
+from torchtitan_lr.data import corpus, sources
 from torchtitan_lr.data.corpus import PARTS, Corpus, ShardInfo, save_record
 
 Documents = Sequence[Sequence[int]]
+
+library_listed_once = partial(patch.object, sources, "library_files", cache(sources.library_files))
+"""A context in which the interpreter's library is listed once: that takes as long as a step."""
 
 
 def write_corpus(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
+from tests.support.corpora import library_listed_once
 from tests.support.rank_pool import RankPool, new_folder
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.autograd import clean_name
@@ -146,7 +147,7 @@ def checked(config: Any) -> Iterator[None]:
         usual = build_job_config(TINY).model.hf_assets_path == config.model.hf_assets_path
         try:
             # Listing the corpus of `TINY` takes longer than a step.
-            with patch.dict(os.environ, _prepared() if usual else {}):
+            with patch.dict(os.environ, _prepared() if usual else {}), library_listed_once():
                 check_job_config(config, dist.get_world_size(), "cpu")
                 found = [prepare_for_ranks(config)]
         except ConfigError as error:

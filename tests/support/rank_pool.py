@@ -24,6 +24,8 @@ from typing import Any
 
 DIED = "the process died"
 PR_SET_PDEATHSIG = 1
+LOADED: set[str] = set()
+"""The modules of a rank before its first call: those of `torchtitan_lr.train`."""
 FOLDER_VARIABLE = "RANK_POOL_FOLDER"
 """The environment variable of a rank that names the pool's folder."""
 
@@ -155,6 +157,11 @@ class _GroupCache:
         return self._groups[key]
 
 
+def loaded() -> set[str]:
+    """Return what a rank has loaded by itself."""
+    return LOADED
+
+
 def new_folder() -> str:
     """Create a folder that is removed with the pool; outside a rank of a pool, a temporary one."""
     return tempfile.mkdtemp(dir=os.environ.get(FOLDER_VARIABLE))
@@ -165,6 +172,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES=""
     )
     os.environ[FOLDER_VARIABLE] = os.path.dirname(rendezvous)
+    LOADED.update(sys.modules)
     import torch
     import torch.distributed as dist
     from torch.distributed import device_mesh

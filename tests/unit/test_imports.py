@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What importing loads, in fresh interpreters: no seconds are measured, ``sys.modules`` tells."""
+"""What light commands load, in a fresh interpreter: ``sys.modules`` tells, and no seconds."""
 
 import json
 import os
@@ -32,43 +32,17 @@ note("NGPU", launch.main([]))
 print(json.dumps(found))
 """
 
-REGISTERED = f"""
-import importlib, json, sys
-found = {{}}
-from torchtitan_lr.config.build import build_job_config
-import torchtitan_lr.training.trainer
-from torchtitan.protocols.train_spec import _extra_train_specs as table
-found["train"] = [name for name in {HEAVY!r} if name in sys.modules]
-found["none"] = sorted(table)
-
-new = build_job_config([]).experimental.custom_import
-importlib.import_module(new)
-found["new"] = sorted(table)
-print(json.dumps(found))
-"""
-
-OURS = ["llama_cola", "llama_full", "llama_lax", "llama_svd"]
-
-
-def python(code, *arguments):
-    """What an interpreter of its own prints last, as JSON."""
-    variables = {k: v for k, v in os.environ.items() if k not in ("CONFIG_FILE", "NGPU")}
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory):
+    """What an interpreter of its own prints last."""
     broken = tmp_path_factory.mktemp("toml") / "broken.toml"
     broken.write_text("[training]\nsteps = = 3\n")
-    return python(LIGHT, str(broken))
-
-
-@pytest.fixture(scope="module")
-def registered():
-    return python(REGISTERED)
+    variables = {k: v for k, v in os.environ.items() if k not in ("CONFIG_FILE", "NGPU")}
+    command = [sys.executable, "-c", LIGHT, str(broken)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -80,15 +54,3 @@ def registered():
 )
 def test_answers_without_torch(light, what, status):
     assert light[what] == [status, []]
-
-
-def test_training_loads_only_what_torchtitan_does(registered):
-    """``datasets`` and what it needs are torchtitan's: its table of models imports them."""
-    loaded = registered["train"]
-    assert {"torch", "torchtitan", "datasets"} <= set(loaded)  # the check can see them
-    assert not {"transformers", "matplotlib", "wandb", "tiktoken", "safetensors"} & set(loaded)
-
-
-def test_specs_are_registered_by_the_module_that_custom_import_names(registered):
-    assert registered["none"] == []
-    assert registered["new"] == OURS

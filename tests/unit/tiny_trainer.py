@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.corpora import library_listed_once
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -70,6 +71,7 @@ def tiny_trainer(folder, *options, ranks=1, exact=True):
     try:
         with (
             filled,
+            library_listed_once(),
             patch.dict(os.environ, environment),
             patch.dict(FLAVORS["svd"].data, debug=MODEL),
         ):

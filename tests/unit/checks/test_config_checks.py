@@ -232,8 +232,8 @@ def test_pipelines(arguments, key, want):
         parts = [part.split() for part in split.split(",")]
         config.parallelism.module_fqns_per_model_part = parts
     if not key:
-        check_job_config(config, 4, "cpu")
+        check_job_config(config, 4, "cpu", data="none")
         return
     with pytest.raises(ConfigError) as info:
-        check_job_config(config, 4, "cpu")
+        check_job_config(config, 4, "cpu", data="none")
     assert key in info.value.key and want in str(info.value) and "\n" not in str(info.value)

@@ -32,7 +32,7 @@ def test_every_train_config_passes(path, tmp_path):
     if "initial_load_path" in path.read_text():
         overrides.append("--checkpoint.initial_load_path=")  # it need not be here
     world = 4 if "debug" in path.stem else max(8, least_ranks(vars(given.parallelism)))
-    config = check(*overrides, world=world, device="cuda", config_file=path)
+    config = check(*overrides, world=world, device="cuda", config_file=path, data="prepare")
     share = 20 if given.optimizer.name == "Spectron" else 10
     assert config.lr_scheduler.warmup_steps == config.training.steps // share
 

@@ -19,7 +19,7 @@ CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
 def check(*argv, tmp_path, world=4, file=CONFIG):
     folder = f"--job.dump_folder={tmp_path}"
     config = build_job_config([f"--job.config_file={file}", folder, *argv])
-    check_job_config(config, world, "cpu")
+    check_job_config(config, world, "cpu", data="none")
 
 
 CASES = [  # options of TSR-Adam's debug file, value as told, what would work; else accepted

@@ -3,6 +3,7 @@
 
 import json
 
+import torchtitan_lr.training.register  # noqa: F401
 from tests.support.config_checks import MAIN, check, refusal
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checks import values
@@ -69,6 +70,7 @@ def test_residuals_belong_to_their_layout(tmp_path):
     check(*options)
     for option, line in {
         "--grad_compression.min_size=5000": "grad_compression.min_size: got 5000, expected 16384",
+        "--grad_compression.layers=non_attention": "grad_compression.layers: got 'non_att",
         "--parallelism.data_parallel_replicate_degree=2": "parallelism.data_parallel_replicate_d",
     }.items():
         way = ["--checkpoint.load_step=5", "--checkpoint.exclude_from_loading=grad_compression"]
@@ -78,6 +80,13 @@ def test_residuals_belong_to_their_layout(tmp_path):
     check(*options, "--grad_compression.codec=none")
     Record({key: value for key, value in saved.items() if key != "grad_compression"}).write(step)
     assert "expected one with grad_compression: it holds " in refusal(*options)
+    # Muon splits A (r, d_in) along d_in: of equal shapes and tensors, but in another order.
+    saved_step(tmp_path / "muon", [*options, "--optimizer.name=Muon"])
+    adamw = [*options, f"--job.dump_folder={tmp_path}/muon", "--checkpoint.load_step=5"]
+    told = refusal(*adamw, "--checkpoint.exclude_from_loading=optimizer")
+    assert told.startswith("optimizer.name: got 'AdamW', expected 'Muon' as in ")
+    way = "--checkpoint.exclude_from_loading=optimizer,grad_compression --checkpoint.load_step=5"
+    assert f"{way} goes on without its grad_compression; " in told
 
 
 def test_a_checkpoint_of_other_outer_steps_is_refused(tmp_path):

@@ -22,7 +22,7 @@ TINY = [
 
 def check(combination):
     arguments = [*TINY, *MATRIX.arguments(combination)]
-    check_job_config(build_job_config(arguments), world_size(combination), "cpu")
+    check_job_config(build_job_config(arguments), world_size(combination), "cpu", data="none")
 
 
 def test_the_page_has_these_lists():

@@ -26,14 +26,13 @@ def stages(schedule, degree=2, tp=1):
 
 RUNS = {
     "debug_cola": stages("1F1B", tp=2),
-    "debug_full": stages("Interleaved1F1B"),
     "debug_svd": [*stages("ZBVZeroBubble"), "--compile.no_enable"],
     "debug_caat": [],
     "debug_lax": [f"{P}context_parallel_degree=2", "--training.mixed_precision_param=bfloat16"],
     "debug_tsr": [],
-    "debug_tagc": [],
 }
-LARGE = ("spectron_130m", ["--training.dataset=cpython", f"{P}tensor_parallel_degree=2"])
+OTHERS = [("debug_full", stages("Interleaved1F1B")), ("debug_tagc", [])]
+OTHERS.append(("spectron_130m", ["--training.dataset=cpython", f"{P}tensor_parallel_degree=2"]))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def check():
     return Command("check")
 
 
-@pytest.mark.parametrize(("name", "options"), [*RUNS.items(), *nightly(LARGE)])
+@pytest.mark.parametrize(("name", "options"), [*RUNS.items(), *nightly(*OTHERS)])
 def test_a_pass_runs_without_devices(check, name, options, capsys, tmp_path):
     few = FEW if name.startswith("debug") else FEW[:1] + FEW[3:]
     own = [

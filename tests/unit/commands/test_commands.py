@@ -21,35 +21,30 @@ SHIPPED = "torchtitan_lr/data/assets/bpe4k"
 HELP = f"""
 import contextlib, io, json, resource, sys
 from torchtitan_lr.commands.main import main
-shown = io.StringIO()
-with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-    main(sys.argv[1:])
+shown = []
+for name in [None, *sys.argv[1:]]:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main(["--help"] if name is None else [name, "--help"])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    shown.append([text.getvalue(), used.ru_utime + used.ru_stime])
 heavy = [name for name in {[*HEAVY, "numpy", "scipy"]!r} if name in sys.modules]
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps([shown.getvalue(), heavy, used.ru_utime + used.ru_stime]))
+print(json.dumps([shown, heavy]))
 """
 
 
-def ask(*arguments):
-    command = [sys.executable, "-c", HELP, *arguments]
+def test_help_loads_no_torch_and_is_quick():
+    command = [sys.executable, "-c", HELP, *COMMANDS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_loads_no_torch_and_is_quick(name):
-    text, heavy, seconds = ask(name, "--help")
-    assert text.startswith("usage: ") and f"torchtitan-lr {name}" in text
-    assert heavy == []
-    assert seconds < 0.3  # CPU seconds, the interpreter's start included
-
-
-def test_help_lists_the_commands_with_their_summaries():
-    text, heavy, seconds = ask("--help")
-    assert heavy == [] and seconds < 0.3
-    assert all(f"\n    {name}" in text for name in COMMANDS)
-    assert "Train the model of a TOML file" in text
+    ((listed, began), *each), heavy = json.loads(done.stdout)
+    assert heavy == [] and began < 0.3  # CPU seconds, the interpreter's start included
+    assert all(f"\n    {name}" in listed for name in COMMANDS)
+    assert "Train the model of a TOML file" in listed
+    for name, (text, ended) in zip(COMMANDS, each, strict=True):
+        assert text.startswith("usage: ") and f"torchtitan-lr {name}" in text
+        assert ended - began < 0.15, name
+        began = ended
 
 
 REFUSED = [

@@ -35,10 +35,15 @@ def test_the_identity_is_that_of_the_content_and_not_of_the_place(tmp_path):
     assert len({corpus.identity for corpus in [found, *others]}) == 3
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint8])
-def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, dtype):
+def test_megatron_reads_ours_and_we_read_megatrons(tmp_path):
+    for dtype in (np.uint16, np.int32, np.uint8):
+        check_with_megatron(tmp_path / dtype.__name__, dtype)
+
+
+def check_with_megatron(tmp_path, dtype):
     from megatron.core.datasets import indexed_dataset as megatron
 
+    tmp_path.mkdir()
     documents = [[5, 6, 7], [1], [], [9, 9, min(40_000, np.iinfo(dtype).max), 3]]
     write_shard(tmp_path / "ours", dtype, documents)
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from tests.support.nightly import nightly
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.models.llama import build_freqs_cis
@@ -158,8 +159,10 @@ def test_learned_gates_are_in_the_formula():
     assert all(grad is not None and grad.abs() > 0 for grad in gates.values())
 
 
-@pytest.mark.parametrize("family", ["full", "lax"])
-def test_blocks_compile_without_a_graph_break(family):
+@pytest.mark.parametrize(
+    ("family", "backend"), [("full", "aot_eager"), ("lax", "eager"), *nightly(("lax", "aot_eager"))]
+)
+def test_blocks_compile_without_a_graph_break(family, backend):
     torch._dynamo.reset()
     gate = {"lax_gate": "scalar"} if family == "lax" else {}
     model = build_tiny(family, torch.float64, n_kv_heads=2, **gate)
@@ -167,7 +170,7 @@ def test_blocks_compile_without_a_graph_break(family):
     expected = model(ids)
     torch._dynamo.utils.counters.clear()
     for block in model.layers.values():
-        block.compile(fullgraph=True, backend="aot_eager")
+        block.compile(fullgraph=True, backend=backend)
     # The compiler may replace an operator by others, which round fp64 otherwise.
     torch.testing.assert_close(model(ids), expected, rtol=1e-12, atol=1e-12)
     # One graph serves all blocks; LaX's first block, which receives nothing, is another.
