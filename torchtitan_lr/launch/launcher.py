@@ -102,6 +102,9 @@ def run(
     command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *placed.arguments]
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
     ended.set()
+    if environment.nodes == 1:  # another machine's ranks may still write a record
+        with suppress(OSError):
+            (folder / config.comm.save_traces_folder).rmdir()
     # A rank that trains handles the signal.
     died = failure is not None and failure.status in (None, -signals.passed_on)
     if signals.killed or (signals.number and died):

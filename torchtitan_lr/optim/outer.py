@@ -206,10 +206,7 @@ class OuterSteps:
         return True
 
     def _step(self, name: str, sent: Tensor, delta: Tensor, known: Tensor) -> None:
-        """Step along the mean change Δ, where the others have ``known`` of one's own.
-
-        Both are as in a message: (n,) or longer.
-        """
+        """Step along the mean change Δ; others have ``known`` of one's own. Both may be padded."""
         section, eta, mu = self.section, self.section.lr, self.section.momentum
         common, own = local_part(self.common[name]), local_part(self.parameters[name])
         momentum, entries = local_part(self.momentum[name]), common.numel()
