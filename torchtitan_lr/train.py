@@ -48,6 +48,7 @@ from torchtitan_lr.training.verdict import NonFiniteError
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
     """Train with the configuration of the command line; return the status of how it ended."""
+    begin_rank()  # of another module than this one
     init_console()
     began = time.time()
     with ExitStack() as until:

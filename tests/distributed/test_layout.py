@@ -70,7 +70,7 @@ USUAL = [
     {"family": "cola", "data": "fsdp", "tensor": "vanilla", "optimizer": "spectron"},
     {"family": "full", "data": "fsdp", "tensor": "megatron", "optimizer": "muon"},
     {
-        **{"family": "lax", "data": "hsdp", "accumulation": "twice"},
+        **{"family": "lax", "data": "fsdp", "accumulation": "twice"},
         **{"optimizer": "lora_muon", "text": "mixture", "outer": "steps"},
     },
     {

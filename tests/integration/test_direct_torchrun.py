@@ -28,7 +28,8 @@ def test_a_run_without_the_launcher(undisturbed):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_ranks_of_torchrun_itself_end_with_it(tmp_path):
     config = runs.write_config(tmp_path / "dump", steps=1_000_000, interval=1_000_000)
-    run = runs.Process([*runs.TORCHRUN, "-m", TRAIN, f"--job.config_file={config}"])
+    command = [*runs.TORCHRUN, "-m", "torchtitan_lr", "train"]
+    run = runs.Process([*command, f"--job.config_file={config}"])
     run.wait_until(lambda: runs.last_step(tmp_path / "dump"))
     ranks = runs.child_pids(run.pid)
     run.send(signal.SIGKILL)

@@ -7,6 +7,7 @@ error is one line, ``error: ...``, with status 2.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
@@ -16,7 +17,6 @@ from typing import Any, NoReturn
 
 from torchtitan_lr.checkpoints.folders import is_free
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.console.log import say
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 
 
@@ -40,7 +40,8 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             line = f"error: {error}" if refused else describe_error(error)
             if line is None:
                 raise
-            say(escaped(line))
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                print(escaped(line), file=sys.stderr, flush=True)
             return 2 if refused else 1
 
     return wrapped

@@ -94,7 +94,8 @@ def run(
         return 128 + signals.number
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signals, ended, shown = Signals(stopped), Event(), environment.shown()
+    signals = Signals(stopped)
+    ended, shown = Event(), environment.shown()
     if not environment.comm_mode:
         about = signals, ended, partial(tell, placed)
         Thread(target=_once_started, args=about, daemon=True).start()

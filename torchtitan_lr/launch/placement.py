@@ -154,7 +154,7 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 def find_device(environment: Environment) -> str:
     """Return the device type of the ranks, which are no more than GPUs where there are any."""
     count = gpu_count()
-    has_gpus = count or granted_gpus() > 0  # or lost them all
+    has_gpus = granted_gpus() or count  # or lost them all
     if has_gpus and environment.ranks > count and not environment.comm_mode:  # which needs one
         raise LostDeviceError("NGPU", environment.ranks, fewer(count))
     return "cuda" if count else "cpu"

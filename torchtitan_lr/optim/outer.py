@@ -12,7 +12,7 @@ k of K, with θ the common weights and θₖ its own:
 
 With fewer than 32 bits a replica sends Q(Δₖ + eₖ) and keeps eₖ ← Δₖ + eₖ - Q(Δₖ + eₖ). A message
 that overlaps travels during the next step, whose change uₖ stays the replica's own: θₖ ← θ + uₖ.
-Every tensor here is placed as its parameter, so that layouts inside a replica do not matter.
+Tensors are placed as their parameters: with 32 bits layouts inside a replica do not matter.
 """
 
 import re
@@ -130,10 +130,9 @@ class OuterSteps:
     ) -> bool:
         """Exchange the fragments that are due after a step, all of them after the last one.
 
-        Call it on every rank. It returns False, and has changed nothing by that exchange, if a
-        rank's mean is not finite. The messages are sent inside of ``sending``. Those that overlap
-        are taken in here after the next step. A step that was rejected has changed no weights:
-        where it leaves the common ones, nothing is exchanged.
+        Call it on every rank. It returns False, and the exchange changes nothing, if a rank's mean
+        is not finite. Messages are sent inside of ``sending``; those that overlap are taken in here
+        after the next step. Rejected steps that leave all weights common exchange nothing.
         """
         fragments, self.began_together = self.section.fragments, self.together
         self.together = self.together and rejected

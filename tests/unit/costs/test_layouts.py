@@ -44,11 +44,11 @@ def test_every_row_is_an_estimate(estimate, capsys):
 
 
 def test_a_pipeline_has_a_micro_batch_for_each_stage(estimate, capsys):
-    few = ["--training.global_batch_size=2", "--layouts", "--json"]
-    assert estimate.main(["cola_60m", "--world=2", *SHAPE, *few]) == 0
+    few = ["--training.global_batch_size=8", "--layouts", "--json"]
+    assert estimate.main(["cola_60m", "--world=4", *SHAPE, *few]) == 0
     rows = json.loads(capsys.readouterr().out)["layouts"]
     found = {row["layout"]: row["microbatches"] for row in rows if "pp" in row["layout"]}
-    assert found == {"pp 2": 2}
+    assert found["pp 4"] >= 4 and min(found.values()) >= 2
 
 
 def test_the_table_says_why_others_lose(estimate, capsys):
